@@ -1,0 +1,86 @@
+"""The training state of one rank: tensors named by boxes, and the small things beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ray_etc.planners.boxes import Box
+from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
+from ray_etc.planners.parallel import Coordinate, ParallelConfig
+
+
+class Stateful(Protocol):
+    """Anything with a small picklable state that is the same on every rank: a scheduler, a loader's cursor."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Streams(Protocol):
+    """State that differs from coordinate to coordinate, such as the random streams."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_streams(self, streams: Mapping[Coordinate, dict[str, Any]], coordinate: Coordinate, step: int) -> None:
+        """Take the stream that belongs to `coordinate` from those of the old generation, or make a new one by rule."""
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """A box of a logical tensor and the memory that holds it: `view` has the box's lengths as its shape."""
+
+    tensor: TensorSpec
+    box: Box
+    view: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if tuple(self.view.shape) != self.box.lengths:
+            raise ValueError(f"{self.tensor.key}: view of shape {tuple(self.view.shape)} for a box of {self.box.lengths}")
+
+
+class TrainState:
+    """Everything a rank needs to go on training, and all of what a handover moves.
+
+    Args:
+        shards: the tensors, each a box of a logical tensor with the memory that holds it.
+        replicated: small state that is equal on every rank, by name.
+        streams: small state that belongs to a coordinate of the mesh, by name.
+        optimizers: torch optimizers; their `step` marks when the tensors are half way between two steps.
+        check_parallel: raises ValueError, with the numbers and the remedy, for a configuration that this state
+            cannot live under; called before anything starts.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[StateShard],
+        *,
+        replicated: Mapping[str, Stateful] | None = None,
+        streams: Mapping[str, Streams] | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        check_parallel: Callable[[ParallelConfig], None] | None = None,
+    ) -> None:
+        if not shards:
+            raise ValueError("a train state without tensors: register at least the model's parameters")
+        self.shards = list(shards)
+        self.replicated = dict(replicated or {})
+        self.streams = dict(streams or {})
+        self.optimizers = list(optimizers)
+        self.check_parallel = check_parallel or (lambda parallel: None)
+
+    def layout(self) -> RankLayout:
+        return tuple(Shard(shard.tensor, shard.box) for shard in self.shards)
+
+    def views(self) -> list[torch.Tensor]:
+        return [shard.view for shard in self.shards]
+
+    def small_state(self) -> dict[str, dict[str, Any]]:
+        """The small state as it is now: {"replicated": {name: ...}, "streams": {name: ...}}."""
+        return {
+            "replicated": {name: item.state_dict() for name, item in self.replicated.items()},
+            "streams": {name: item.state_dict() for name, item in self.streams.items()},
+        }

@@ -1,0 +1,1 @@
+"""Elastic training of large language models on Ray."""
