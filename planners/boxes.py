@@ -48,7 +48,10 @@ class Box:
                 rest.append(Box(tuple(offsets), (*lengths[:dim], before, *lengths[dim + 1 :])))
             if after:
                 rest.append(
-                    Box((*offsets[:dim], start + length, *offsets[dim + 1 :]), (*lengths[:dim], after, *lengths[dim + 1 :]))
+                    Box(
+                        (*offsets[:dim], start + length, *offsets[dim + 1 :]),
+                        (*lengths[:dim], after, *lengths[dim + 1 :]),
+                    )
                 )
             offsets[dim], lengths[dim] = start, length
         return [box for box in rest if box.numel]

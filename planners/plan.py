@@ -55,6 +55,7 @@ class MigrationPlan:
 
     `source[r]` and `target[r]` are what slot `slots[r]` holds before and after; `nodes[r]` is its node.
     `nbytes_lower_bound` is the least that any placement of the new ranks on these slots would put on the wire.
+    `staging_nbytes` bounds what a rank sends, and what it receives, in one round.
     """
 
     slots: tuple[int, ...]
@@ -64,6 +65,7 @@ class MigrationPlan:
     local: tuple[Move, ...]
     rounds: tuple[tuple[Move, ...], ...]
     nbytes_lower_bound: int
+    staging_nbytes: int
 
     @property
     def nbytes_local(self) -> int:

@@ -1,0 +1,64 @@
+"""What can be wrong with a migration, as exceptions that carry the numbers and survive a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ray_etc.planners.boxes import Box
+
+NAMED_AT_MOST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class MissingPart:
+    """A part of a target tensor that cannot be had from any source, and why."""
+
+    kind: str
+    name: str
+    box: Box
+    nbytes: int
+    reason: str
+
+    @property
+    def numel(self) -> int:
+        return self.box.numel
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.name} offsets {self.box.offsets} lengths {self.box.lengths}: "
+            f"{self.numel} elements, {self.nbytes} bytes, {self.reason}"
+        )
+
+
+class StateMissing(ValueError):
+    """The target needs state that no source holds in that shape and dtype.
+
+    `missing` are disjoint parts: an element that several target ranks need is counted once.
+    """
+
+    def __init__(self, missing: Iterable[MissingPart]) -> None:
+        self.missing = tuple(missing)
+        super().__init__(self.missing)
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.missing)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.missing)
+
+    def __str__(self) -> str:
+        tensor_count = len({(part.kind, part.name) for part in self.missing})
+        lines = [
+            f"{self.numel} elements ({self.nbytes} bytes) of {tensor_count} tensors cannot be had from any source:"
+        ]
+        lines += [f"  {part}" for part in self.missing[:NAMED_AT_MOST]]
+        if len(self.missing) > NAMED_AT_MOST:
+            lines.append(f"  and {len(self.missing) - NAMED_AT_MOST} more parts")
+        return "\n".join(lines)
+
+
+class PlanError(ValueError):
+    """A plan that would not carry the source layout into the target layout."""
