@@ -31,7 +31,7 @@ class MissingPart:
         )
 
 
-class StateMissing(ValueError):
+class StateMissing(ValueError):  # noqa: N818  (says what is wrong, the way Ray names its own)
     """The target needs state that no source holds in that shape and dtype.
 
     `missing` are disjoint parts: an element that several target ranks need is counted once.
@@ -61,4 +61,26 @@ class StateMissing(ValueError):
 
 
 class PlanError(ValueError):
-    """A plan that would not carry the source layout into the target layout."""
+    """A plan that would not carry the source layout into the target layout, or not within its budget.
+
+    `tensor` is the (kind, name) and `box` the part that is wrong, where one is; `ranks` are the plan's ranks at fault.
+    """
+
+    def __init__(
+        self, reason: str, ranks: tuple[int, ...] = (), tensor: tuple[str, str] | None = None, box: Box | None = None
+    ) -> None:
+        super().__init__(reason, ranks, tensor, box)
+        self.reason = reason
+        self.ranks = ranks
+        self.tensor = tensor
+        self.box = box
+
+    def __str__(self) -> str:
+        parts = [self.reason]
+        if self.tensor is not None:
+            parts.append("tensor " + " ".join(self.tensor))
+        if self.box is not None:
+            parts.append(f"offsets {self.box.offsets} lengths {self.box.lengths}")
+        if self.ranks:
+            parts.append("ranks " + ", ".join(map(str, self.ranks)))
+        return "; ".join(parts)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from scipy.optimize import linear_sum_assignment
 
-from ray_etc.planners.assign import overlap_nbytes
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.errors import MissingPart, StateMissing
 from ray_etc.planners.layout import RankLayout, TensorSpec
+from ray_etc.planners.overlap import overlap_nbytes
 from ray_etc.planners.plan import MigrationPlan, Move
 from ray_etc.planners.regions import cut, disjoint, join, subtract
 from ray_etc.planners.rounds import split_rounds

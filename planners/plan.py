@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ray_etc.planners.boxes import Box
+from ray_etc.planners.check import check
+from ray_etc.planners.explain import explain, explain_html
 from ray_etc.planners.layout import RankLayout
 
 
@@ -93,3 +95,14 @@ class MigrationPlan:
                 )
             )
         return RankPlan(rank, tuple(move for move in self.local if move.dst_rank == rank), tuple(rounds))
+
+    def check(self) -> None:
+        """Prove that each target element is written exactly once, from a shard that holds it; else raise PlanError."""
+        check(self)
+
+    def explain(self) -> str:
+        """What would move, in words and a text table."""
+        return explain(self)
+
+    def _repr_html_(self) -> str:
+        return explain_html(self)

@@ -48,10 +48,10 @@ def split_rounds(moves: Iterable[Move], staging_nbytes: int) -> tuple[tuple[Move
                 index += 1
             sent[src, index] += piece.nbytes
             received[dst, index] += piece.nbytes
+            # The index passes only rounds that are in use, so it is never more than one past the last.
             if index == len(rounds):
                 rounds.append([])
             _append(rounds[index], piece)
-    # A later rank pair never leaves a gap: it starts at round 0 and moves on only past rounds that are full.
     return tuple(tuple(sorted(part, key=lambda move: (move.src_rank, move.dst_rank))) for part in rounds)
 
 
@@ -60,9 +60,7 @@ def _pieces(moves: Iterable[Move], staging_nbytes: int) -> Iterable[Move]:
     for move in sorted(moves, key=lambda move: (move.dst_shard, move.box, move.src_shard)):
         itemsize = move.nbytes // move.box.numel
         if itemsize > staging_nbytes:
-            raise ValueError(
-                f"staging_nbytes={staging_nbytes} holds not even one element of {itemsize} bytes; use {itemsize} or more"
-            )
+            raise ValueError(f"staging_nbytes={staging_nbytes} is less than one element; use {itemsize} bytes or more")
         for box in cut(move.box, max(1, staging_nbytes // PIECES_PER_ROUND // itemsize)):
             yield replace(move, box=box, nbytes=box.numel * itemsize)
 
