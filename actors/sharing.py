@@ -1,0 +1,133 @@
+"""Share the memory of a rank with another process on the same machine, without copying it.
+
+Only metadata travels: a handle for each storage, and offset, shape, strides and type for each view. A rank has
+thousands of views into a few storages.
+
+On GPUs the handles are CUDA IPC. On CPUs the storage moves, in place, into an anonymous file of the kernel's, and the
+other process opens it through /proc. That file has no name, so nothing is left in /dev/shm however either side dies,
+and needs no helper process (torch's "file_system" strategy has both). Either way memory that is mapped stays readable
+when its owner is killed, and memory that was not yet mapped then is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+
+@dataclass(frozen=True, slots=True)
+class HostHandle:
+    """An anonymous file of process `pid`; `inode` tells whether the number still means that file."""
+
+    pid: int
+    descriptor: int
+    inode: tuple[int, int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaHandle:
+    """The arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewLayout:
+    """Where a view lies in storage number `storage`; offset and strides in elements."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What another process on this machine needs to map the views: metadata only, to be pickled.
+
+    It can be opened again, by the next process, for as long as the owner keeps its tensors.
+    """
+
+    storages: tuple[HostHandle | CudaHandle, ...]
+    views: tuple[ViewLayout, ...]
+
+
+def share(views: Sequence[torch.Tensor]) -> SharedMemory:
+    """Make the memory of `views` available to another process, for as long as this process keeps it.
+
+    Call it before training starts. On CPUs the bytes move, while every tensor that shares a torch storage with a view
+    follows: the model's, the optimizer's, and views of views. What does not follow is a raw pointer taken before:
+    a numpy array, or a kernel that is running. On GPUs nothing moves; the owner synchronizes before anyone reads.
+    """
+    numbers: dict[int, int] = {}
+    handles: list[HostHandle | CudaHandle] = []
+    layouts: list[ViewLayout] = []
+    for view in views:
+        storage = view.untyped_storage()
+        if storage._cdata not in numbers:
+            numbers[storage._cdata] = len(handles)
+            handles.append(_share_storage(storage))
+        layouts.append(
+            ViewLayout(
+                numbers[storage._cdata], int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), view.dtype
+            )
+        )
+    return SharedMemory(tuple(handles), tuple(layouts))
+
+
+def open(shared: SharedMemory) -> list[torch.Tensor]:
+    """The views, over the owner's memory. It is unmapped when the last of them is dropped.
+
+    Raises:
+        FileNotFoundError: the owner is gone, or this process cannot see it.
+    """
+    storages = [_open_storage(handle) for handle in shared.storages]
+    return [
+        torch.empty(0, dtype=view.dtype, device=storages[view.storage].device).set_(
+            storages[view.storage], view.offset, view.shape, view.strides
+        )
+        for view in shared.views
+    ]
+
+
+def _share_storage(storage: torch.UntypedStorage) -> HostHandle | CudaHandle:
+    if storage.device.type == "cuda":
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        # Sharing records an event on the current stream, which the reader waits for. The default stream of a process
+        # that is stuck in a collective never gets there, and would take the reader with it.
+        with torch.cuda.stream(torch.cuda.Stream(storage.device)):
+            return CudaHandle(reductions.reduce_tensor(whole)[1])
+    if storage.nbytes() == 0:
+        return HostHandle(os.getpid(), -1, (0, 0), 0)
+    descriptor, nbytes = storage._share_fd_cpu_()
+    status = os.fstat(descriptor)
+    return HostHandle(os.getpid(), descriptor, (status.st_dev, status.st_ino), nbytes)
+
+
+def _open_storage(handle: HostHandle | CudaHandle) -> torch.UntypedStorage:
+    if isinstance(handle, CudaHandle):
+        return reductions.rebuild_cuda_tensor(*handle.arguments).untyped_storage()
+    if handle.nbytes == 0:
+        return torch.UntypedStorage(0)
+    path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"cannot map the memory of process {handle.pid} ({error.strerror}): it is gone, or not in this process's "
+            "PID namespace; processes that share memory run in one container"
+        ) from error
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != handle.inode:
+            raise FileNotFoundError(f"process {handle.pid} no longer holds the memory that it shared")
+        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, handle.nbytes)  # type: ignore[attr-defined]
+    finally:
+        os.close(descriptor)
