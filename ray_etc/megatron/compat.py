@@ -1,0 +1,121 @@
+"""Every private name of Megatron-core that the adapter uses, in one place, and a probe that names what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import num_microbatches_calculator
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+
+
+def missing_names() -> list[str]:
+    """The private names that this Megatron-core no longer has."""
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, name in (
+            (DistributedOptimizer, "_get_main_param_and_optimizer_states"),
+            (num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
+        )
+        if not hasattr(owner, name)
+    ]
+    # Attributes that a constructor sets are not on the class; its code names them.
+    for owner, name in (
+        (DistributedOptimizer, "gbuf_ranges"),
+        (DistributedOptimizer, "is_stub_optimizer"),
+        (MegatronOptimizer, "init_state_fn"),
+    ):
+        if name not in owner.__init__.__code__.co_names:
+            missing.append(f"{owner.__name__}.{name}")
+    return missing
+
+
+if missing := missing_names():
+    raise ImportError(
+        f"megatron-core {megatron.core.__version__} has no {', '.join(missing)}; "
+        "ray_etc reads the optimizer's layout from them: install megatron-core 0.19"
+    )
+
+
+def leaf_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that hold parameters: one for each kind that Megatron chains (dense, experts)."""
+    leaves = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [leaf for leaf in leaves if not getattr(leaf, "is_stub_optimizer", False)]
+
+
+def require_known_optimizer(leaf: MegatronOptimizer) -> None:
+    """Raise ValueError for an optimizer whose state the adapter does not know how to find."""
+    known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+    if not isinstance(leaf, known):
+        raise ValueError(
+            f"cannot find the state of a {type(leaf).__name__}; "
+            f"use one of Megatron's {', '.join(kind.__name__ for kind in known)}"
+        )
+    if leaf.config.optimizer != "adam":
+        raise ValueError(f"optimizer={leaf.config.optimizer!r}: only the state of 'adam' can be moved")
+    if leaf.config.use_precision_aware_optimizer:
+        raise ValueError(
+            "use_precision_aware_optimizer=True hides the main weights in Transformer Engine's own format; "
+            "set it to False"
+        )
+
+
+def create_moments(leaf: MegatronOptimizer) -> None:
+    """Make the zero moments that Adam would make in its first step, by Megatron's own function for it.
+
+    Transformer Engine keeps the step count in its parameter groups; torch keeps one a parameter, beside the moments.
+    """
+    leaf.init_state_fn(leaf.optimizer, leaf.config)
+    if isinstance(leaf.optimizer, torch.optim.Adam):
+        for state in leaf.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def owned_state(leaf: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]]:
+    """For each parameter that `leaf` updates on this rank: the flat range that it owns, and the tensors for it.
+
+    The tensors are "main_param" and the moments, each with as many elements as the range. Without a distributed
+    optimizer the range is the whole parameter.
+    """
+    if isinstance(leaf, DistributedOptimizer):
+        for buffer in leaf.gbuf_ranges:
+            for buckets in buffer.values():
+                for bucket in buckets:
+                    for param, ranges in bucket["param_map"].items():
+                        tensors = dict(leaf._get_main_param_and_optimizer_states(param))
+                        tensors["main_param"] = tensors.pop("param")
+                        yield param, ranges["param"].start, ranges["param"].end, tensors
+        return
+    mains = {}
+    if isinstance(leaf, Float16OptimizerWithFloat16Params):
+        for params, main_params in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
+            mains.update({main: param for param, main in zip(params, main_params, strict=True)})
+    for group in leaf.optimizer.param_groups:
+        for main in group["params"]:
+            yield mains.get(main, main), 0, main.numel(), {"main_param": main, **leaf.optimizer.state[main]}
+
+
+def update_num_microbatches(consumed_samples: int) -> None:
+    """Tell Megatron's microbatch calculator, where one is set up, how far the run is."""
+    calculator: Any = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    if calculator is not None:
+        calculator.update(consumed_samples, consistency_check=False, verbose=False)
+
+
+def adam_step(leaf: MegatronOptimizer) -> int:
+    """How many updates Adam has made, for its bias correction."""
+    steps = [state["step"] for state in leaf.optimizer.state.values() if "step" in state]
+    steps += [group["step"] for group in leaf.optimizer.param_groups if "step" in group]
+    return max((int(step) for step in steps), default=0)
+
+
+def set_adam_step(leaf: MegatronOptimizer, step: int) -> None:
+    if isinstance(leaf.optimizer, torch.optim.Adam):
+        for state in leaf.optimizer.state.values():
+            state["step"].fill_(step)
+    else:
+        for group in leaf.optimizer.param_groups:
+            group["step"] = step

@@ -1,0 +1,156 @@
+"""What to train and how, as frozen values, and the check that a parallel configuration can hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from ray_etc.planners.parallel import ParallelConfig
+
+
+class _FromMapping:
+    @classmethod
+    def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
+        """`value` as it is, or made from a mapping of its fields."""
+        if isinstance(value, cls):
+            return value
+        given = dict(value or {})  # type: ignore[arg-type]
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig(_FromMapping):
+    """A Llama-shaped GPT: RMSNorm, SwiGLU, grouped-query attention and rotary positions, without biases."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    ffn_hidden_size: int = 352
+    num_attention_heads: int = 8
+    num_query_groups: int = 4
+    vocab_size: int = 256
+    sequence_length: int = 128
+    tied_embeddings: bool = False
+    bf16: bool = False
+    dropout: float = 0.0
+    rotary_base: int = 10000
+    norm_epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _require_multiple(self, "hidden_size", "num_attention_heads")
+        _require_multiple(self, "num_attention_heads", "num_query_groups")
+        if self.head_size % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} over num_attention_heads={self.num_attention_heads} makes heads of "
+                f"{self.head_size}; rotary positions need an even size"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """The vocabulary with enough unused rows that every tensor-parallel rank holds as many."""
+        return -(-self.vocab_size // tensor_parallel) * tensor_parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings(_FromMapping):
+    """AdamW and its learning rate: a linear warm-up, then a decay to `min_lr`, or constant without `decay_steps`."""
+
+    lr: float = 1e-3
+    min_lr: float = 1e-5
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    decay_style: str = "cosine"
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps={self.decay_steps} must be more than warmup_steps={self.warmup_steps}")
+
+    def to_megatron(self, dtype: torch.dtype, *, distributed: bool) -> OptimizerConfig:
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=self.lr,
+            min_lr=self.min_lr,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+            adam_beta1=self.adam_beta1,
+            adam_beta2=self.adam_beta2,
+            adam_eps=self.adam_eps,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """How many samples make one step, over all ranks, and how many one forward pass of one rank."""
+
+    global_batch_size: int
+    micro_batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        _require_multiple(self, "global_batch_size", "micro_batch_size")
+
+
+def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfig) -> None:
+    """Raise ValueError, with the numbers and the remedy, where `parallel` cannot train `model`."""
+    tensor, pipeline, data = parallel.tensor_parallel, parallel.pipeline_parallel, parallel.data_parallel
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    _require_divisor("num_attention_heads", heads, "tensor_parallel", tensor)
+    _require_divisor("ffn_hidden_size", model.ffn_hidden_size, "tensor_parallel", tensor)
+    if groups % tensor and tensor % groups:
+        usable = [n for n in _divisors(heads) if groups % n == 0 or n % groups == 0]
+        raise ValueError(
+            f"num_query_groups={groups} and tensor_parallel={tensor}: one must divide the other; use {_choices(usable)}"
+        )
+    _require_divisor("num_layers", model.num_layers, "pipeline_parallel", pipeline)
+    if parallel.sequence_parallel:
+        _require_divisor("sequence_length", model.sequence_length, "tensor_parallel", tensor)
+    micro_batches = batch.global_batch_size // batch.micro_batch_size
+    if micro_batches % data:
+        raise ValueError(
+            f"global_batch_size={batch.global_batch_size} is {micro_batches} batches of "
+            f"micro_batch_size={batch.micro_batch_size}, which data_parallel={data} cannot share equally; "
+            f"use data_parallel={_choices(_divisors(micro_batches))}, or a global batch that is a multiple of "
+            f"{batch.micro_batch_size * data}"
+        )
+
+
+def _require_divisor(name: str, value: int, axis: str, size: int) -> None:
+    if value % size:
+        raise ValueError(f"{name}={value} cannot be split by {axis}={size}; use {_choices(_divisors(value))}")
+
+
+def _require_multiple(config: Any, name: str, of: str) -> None:
+    value, divisor = getattr(config, name), getattr(config, of)
+    if divisor < 1 or value < 1 or value % divisor:
+        raise ValueError(f"{name}={value} must be a multiple of {of}={divisor}")
+
+
+def _divisors(value: int) -> list[int]:
+    return [n for n in range(1, value + 1) if value % n == 0]
+
+
+def _choices(numbers: list[int]) -> str:
+    *first, last = [str(number) for number in numbers]
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,147 @@
+"""The catalogue: which boxes of which logical tensors this rank holds, and the memory that holds them.
+
+Names and boxes of weights come from the model's own `sharded_state_dict`, so they are Megatron's checkpoint names;
+what the optimizer holds comes from its own range maps. Nothing is copied: each view shares the storage that training
+reads and writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+
+from ray_etc.actors.state import StateShard
+from ray_etc.megatron import compat
+from ray_etc.planners.boxes import Box, flat_range_to_boxes
+from ray_etc.planners.layout import TensorSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def describe(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, vocab_size: int | None
+) -> list[StateShard]:
+    """Every tensor of the training state on this rank.
+
+    Args:
+        chunks: the model chunks of this rank, wrapped or not.
+        optimizer: the optimizer made by `get_megatron_optimizer` for them; its moments are made if need be.
+        vocab_size: rows of the vocabulary without padding; None where it has none.
+    """
+    shards: list[StateShard] = []
+    parts_of: dict[torch.Tensor, list[_Part]] = {}
+    for tensor, part in _parts(chunks, vocab_size):
+        parts_of.setdefault(tensor, []).append(part)
+        kind = "param" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+        shards.extend(part.shards(kind, tensor.detach().view(-1), 0, tensor.numel()))
+    for leaf in compat.leaf_optimizers(optimizer):
+        compat.require_known_optimizer(leaf)
+        compat.create_moments(leaf)
+        for param, start, stop, tensors in compat.owned_state(leaf):
+            for kind in ("main_param", *MOMENTS):
+                held = tensors[kind].detach().view(-1)
+                # An fp32 weight is its own main weight, and is already in the catalogue.
+                if held.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+                    for part in parts_of[param]:
+                        shards.extend(part.shards(kind, held, start, stop))
+    return shards
+
+
+class _Part:
+    """A piece of one local tensor that is a box of one logical tensor; most local tensors are a single part."""
+
+    def __init__(self, sharded: ShardedTensor, whole: torch.Tensor, vocab_size: int | None, num_layers: int) -> None:
+        unit_dims = sharded.prepend_axis_num
+        self.name = sharded.key
+        self.shape = tuple(sharded.global_shape)
+        self.local_shape = tuple(sharded.local_shape)
+        self.offsets = tuple(sharded.global_offset)
+        self.first = sharded.data.storage_offset() - whole.storage_offset()
+        if vocab_size is not None and sharded.allow_shape_mismatch:
+            # Megatron marks so the tensors whose first dim is a padded vocabulary.
+            self.shape = (*self.shape[:unit_dims], vocab_size, *self.shape[unit_dims + 1 :])
+            rows = min(max(vocab_size - self.offsets[unit_dims], 0), self.local_shape[0])
+            self.local_shape = (rows, *self.local_shape[1:])
+            # A rank that holds nothing but padding has an empty box at the end of the logical tensor.
+            start = min(self.offsets[unit_dims], vocab_size)
+            self.offsets = (*self.offsets[:unit_dims], start, *self.offsets[unit_dims + 1 :])
+        dim = getattr(whole, "partition_dim", -1) if getattr(whole, "tensor_model_parallel", False) else -1
+        self.split_dim = None if dim < 0 else dim + unit_dims
+        self.layer = _layer(self.name, num_layers)
+
+    def shards(self, kind: str, held: torch.Tensor, start: int, stop: int) -> Iterator[StateShard]:
+        """The boxes of this part among elements [start, stop) of the local tensor, which are all that `held` has."""
+        spec = TensorSpec(
+            kind=kind,
+            name=self.name,
+            shape=self.shape,
+            dtype=str(held.dtype).removeprefix("torch."),
+            itemsize=held.element_size(),
+            split_dim=self.split_dim,
+            layer=self.layer,
+        )
+        numel = prod(self.local_shape)
+        if not numel:
+            box = self._globally(Box.whole(self.local_shape))
+            yield StateShard(spec, box, held[:0].view(box.lengths))
+            return
+        low, high = max(start - self.first, 0), min(stop - self.first, numel)
+        for box, flat in flat_range_to_boxes(low, high, self.local_shape):
+            box = self._globally(box)
+            first = self.first + flat - start
+            yield StateShard(spec, box, held[first : first + box.numel].view(box.lengths))
+
+    def _globally(self, box: Box) -> Box:
+        unit_dims = len(self.offsets) - len(self.local_shape)
+        return Box((0,) * unit_dims + box.offsets, (1,) * unit_dims + box.lengths).shifted(self.offsets)
+
+
+def _parts(chunks: Sequence[torch.nn.Module], vocab_size: int | None) -> Iterator[tuple[torch.Tensor, _Part]]:
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        # Layers by their number in the model, whichever stage holds them.
+        "non_homogeneous_layers": True,
+        # Gate and up of SwiGLU by names of their own: fused, their order would depend on tensor parallelism.
+        "singleton_local_shards": True,
+    }
+    for chunk in chunks:
+        model: Any = unwrap_model(chunk)
+        for value in nested_values(model.sharded_state_dict(metadata=metadata)):
+            if isinstance(value, ShardedObject):
+                _refuse_opaque_state(value)
+                continue
+            whole = value.data
+            if not whole.is_contiguous():
+                raise ValueError(f"{value.key} is not contiguous in memory: its layout cannot be described by boxes")
+            sharded = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
+            for one in sharded:
+                if one.data.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+                    raise ValueError(f"{one.key} is a copy made for checkpoints, not the memory that is trained")
+                yield whole, _Part(one, whole, vocab_size, model.config.num_layers)
+
+
+def _refuse_opaque_state(value: ShardedObject) -> None:
+    """Transformer Engine keeps FP8 scales as bytes; empty ones are no loss."""
+    data = value.data
+    if data is not None and not (isinstance(data, torch.Tensor) and not data.numel()):
+        raise ValueError(f"{value.key} is opaque state (FP8 scales?), which cannot be moved; train in bf16 or fp32")
+
+
+def _layer(name: str, num_layers: int) -> int | None:
+    """Where pipeline parallelism puts a tensor, read off its name; a hint only."""
+    if match := re.search(r"\blayers\.(\d+)\.", name):
+        return int(match[1])
+    if "embedding" in name:
+        return -1
+    if "output_layer" in name or "final" in name:
+        return num_layers
+    return None

@@ -1,0 +1,113 @@
+"""The training state of any Megatron-core model, optimizer, scheduler and loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ray_etc.actors.state import Stateful, TrainState
+from ray_etc.megatron import compat
+from ray_etc.megatron.describe import describe
+from ray_etc.megatron.streams import RandomStreams
+from ray_etc.planners.parallel import ParallelConfig
+
+
+def state(
+    model: torch.nn.Module | Iterable[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    *,
+    scheduler: OptimizerParamScheduler | None = None,
+    loader: Stateful | None = None,
+    vocab_size: int | None = None,
+    check_parallel: Callable[[ParallelConfig], None] | None = None,
+    seed: int = 1234,
+    **more: Stateful,
+) -> TrainState:
+    """Everything that a resize must carry over, from objects made as in any Megatron-core script.
+
+    Args:
+        model: a MegatronModule, or the list of chunks of a virtual pipeline, wrapped in DDP or not.
+        optimizer: what `get_megatron_optimizer` returned.
+        scheduler: Megatron's learning-rate scheduler.
+        loader: the data loader, or its cursor: anything with `state_dict` and `load_state_dict` that is equal on
+            all ranks. If it counts `consumed_samples`, Megatron's microbatch calculator follows it.
+        vocab_size: the size of the vocabulary before padding. Padding depends on tensor parallelism, so without
+            this a model whose vocabulary is padded cannot change its tensor parallelism.
+        check_parallel: raises ValueError for a configuration that the model cannot be split by.
+        seed: seeds the random streams of coordinates that an old generation did not have; see `streams`.
+        more: further small state, equal on all ranks, by name.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for name, item in more.items():
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            raise ValueError(f"{name} is a {type(item).__name__} without state_dict and load_state_dict")
+    shards = describe(chunks, optimizer, vocab_size)
+    replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer)}
+    if scheduler is not None:
+        replicated["scheduler"] = SchedulerProgress(scheduler)
+    if loader is not None:
+        replicated["loader"] = LoaderProgress(loader)
+    if taken := sorted(set(more) & set(replicated)):
+        raise ValueError(f"the name {taken[0]!r} is taken by the state's own {taken[0]}; choose another")
+    return TrainState(
+        shards,
+        replicated={**replicated, **more},
+        streams={"random": RandomStreams(seed)},
+        optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
+        check_parallel=check_parallel,
+    )
+
+
+class OptimizerProgress:
+    """Adam's step count, and the loss scale where there is one: all that an optimizer has besides its tensors."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self._leaves = compat.leaf_optimizers(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        scalers = [getattr(leaf, "grad_scaler", None) for leaf in self._leaves]
+        return {
+            "step": max((compat.adam_step(leaf) for leaf in self._leaves), default=0),
+            "grad_scaler": next((scaler.state_dict() for scaler in scalers if scaler), None),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for leaf in self._leaves:
+            compat.set_adam_step(leaf, state_dict["step"])
+            scaler = getattr(leaf, "grad_scaler", None)
+            if scaler and state_dict["grad_scaler"] is not None:
+                scaler.load_state_dict(state_dict["grad_scaler"])
+
+
+class SchedulerProgress:
+    """A scheduler that can be loaded at any time: Megatron's own load adds to the steps that it has already taken."""
+
+    def __init__(self, scheduler: OptimizerParamScheduler) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._scheduler.num_steps = 0
+        self._scheduler.load_state_dict(state_dict)
+
+
+class LoaderProgress:
+    """The loader's cursor, which Megatron's microbatch calculator follows."""
+
+    def __init__(self, loader: Stateful) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state_dict)
+        consumed_samples = getattr(self._loader, "consumed_samples", None)
+        if consumed_samples is not None:
+            compat.update_num_microbatches(consumed_samples)

@@ -1,0 +1,122 @@
+"""A model in training: one step of the global batch, and the state that a resize carries over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from ray_etc.actors.state import TrainState
+from ray_etc.megatron.config import BatchConfig, GPTConfig
+from ray_etc.megatron.data import SampleLoader
+
+
+class Task:
+    """What `build` returns: a model with its optimizer, scheduler, data and state, ready for `train_step`."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        batch: BatchConfig,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        loader: SampleLoader,
+        state: TrainState,
+    ) -> None:
+        self.config = config
+        self.batch = batch
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.loader = loader
+        self.state = state
+        self._device = next(model.parameters()).device
+        self._padding = _padded_columns(config, self._device)
+
+    def train_step(self) -> dict[str, Any]:
+        """Train on the next global batch.
+
+        Returns:
+            `loss`: the mean over the global batch, the same number on every rank; `grad_norm`, before clipping;
+            `lr`; `tokens` of the global batch; `sample_ids`: the numbers of the samples that this rank's
+            data-parallel replica trained on.
+        """
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sample_ids: list[int] = []
+        losses = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=self._batches(sample_ids),
+            model=self.model,
+            num_microbatches=get_num_microbatches(),
+            seq_length=self.config.sequence_length,
+            micro_batch_size=self.batch.micro_batch_size,
+            forward_only=False,
+        )
+        # Agreed on before the update: a collective after it could leave ranks on different sides of the step.
+        loss = self._mean_loss(losses)
+        lr = self.scheduler.get_lr({})
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(1)
+        self.loader.advance()
+        return {
+            "loss": loss,
+            "grad_norm": float(grad_norm or 0.0),
+            "lr": lr,
+            "tokens": self.batch.global_batch_size * self.config.sequence_length,
+            "sample_ids": sample_ids,
+        }
+
+    def _batches(self, sample_ids: list[int]) -> Iterator[torch.Tensor]:
+        # Read ahead: under pipeline parallelism a stage in the middle never asks for its data.
+        batches = []
+        for numbers, tokens in self.loader.micro_batches():
+            sample_ids.extend(numbers)
+            batches.append(tokens)
+        return (tokens.to(self._device, non_blocking=True) for tokens in batches)
+
+    def _forward(
+        self, batches: Iterator[torch.Tensor], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+        tokens = next(batches)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        positions = torch.arange(inputs.shape[1], device=self._device).expand_as(inputs)
+        # No mask: the attention of a GPT is causal by itself.
+        output = model(inputs, positions, None)
+
+        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            logits = logits.float()
+            if self._padding is not None:
+                logits = logits.masked_fill(self._padding, -torch.inf)
+            mean = vocab_parallel_cross_entropy(logits, targets).mean()
+            # A copy: Megatron divides the first one in place by the number of micro-batches.
+            return mean, {"loss": mean.detach().clone()}
+
+        return output, loss
+
+    def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        # Only the last stage has losses, and its tensor-parallel ranks all have the same.
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            total += sum(micro["loss"].double() for micro in losses)
+        dist.all_reduce(total)
+        return total.item() * self.batch.micro_batch_size / self.batch.global_batch_size
+
+
+def _padded_columns(config: GPTConfig, device: torch.device) -> torch.Tensor | None:
+    """Which of this rank's logits belong to no word; None where all do."""
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+    columns = config.padded_vocab_size(tensor_parallel) // tensor_parallel
+    first = parallel_state.get_tensor_model_parallel_rank() * columns
+    padding = torch.arange(first, first + columns, device=device) >= config.vocab_size
+    return padding if bool(padding.any()) else None

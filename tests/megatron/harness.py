@@ -1,0 +1,85 @@
+"""Ranks for a test: forked processes in one gloo group, which never outlive it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1
+
+
+class RanksFailed(Exception):
+    """Some ranks did not finish; the message has the traceback of each."""
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90) -> list[Any]:
+    """Call `work(*args)` on `world_size` ranks at once and return what each returned, by rank.
+
+    Forking is fast because torch and Megatron are imported once, here. All ranks are gone when this returns.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pids = {_fork(work, args, rank, world_size, Path(folder), timeout_s): rank for rank in range(world_size)}
+        left = set(pids)
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        try:
+            while left and not failed and time.monotonic() < deadline:
+                for pid in list(left):
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        left.discard(pid)
+                        failed |= status != 0
+                time.sleep(0.005)
+            if failed:  # the others wait for the one that failed; let those that can still say why
+                time.sleep(0.2)
+        finally:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        reports = [Path(folder, f"error{rank}") for rank in range(world_size)]
+        if failed or left:
+            said = [f"rank {rank}: {path.read_text()}" for rank, path in enumerate(reports) if path.exists()]
+            raise RanksFailed("\n".join(said) or f"no answer within {timeout_s} s")
+        return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _fork(
+    work: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: Path, timeout_s: float
+) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(folder / "store"), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = work(*args)
+        dist.barrier()
+        (folder / f"result{rank}").write_bytes(pickle.dumps(result))
+        code = 0
+    except BaseException:
+        (folder / f"error{rank}").write_text(traceback.format_exc())
+    finally:
+        for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves helpers behind
+            child.terminate()
+            child.join(2)
+        os._exit(code)
