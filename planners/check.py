@@ -1,7 +1,7 @@
 """The proof of a plan: each target element is written exactly once, from a shard that holds it.
 
-The proof uses nothing of the code that makes plans, only the arithmetic of boxes. Work is near-linear in the number of moves:
-they are grouped by the shard that they write, and overlaps inside a shard are found by sorting.
+The proof uses nothing of the code that makes plans, only the arithmetic of boxes. Work is near-linear in the number
+of moves: they are grouped by the shard that they write, and overlaps inside a shard are found by sorting.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def summary(plan: MigrationPlan) -> list[tuple[str, str]]:
     before = sum(1 for layout in plan.source if layout)
     after = sum(1 for layout in plan.target if layout)
     rows = [
-        ("migration", f"{before} -> {after} ranks, {len(plan.slots)} slots on {len(set(plan.nodes))} nodes"),
-        ("stays in its slot", f"{size(plan.nbytes_local)} in {len(plan.local)} local copies"),
+        ("migration", f"{before} -> {after} ranks, {_count(plan.slots, 'slot')} on {_count(set(plan.nodes), 'node')}"),
+        ("stays in its slot", f"{size(plan.nbytes_local)} in {_count(plan.local, 'move')}"),
         ("on the wire", f"{size(plan.nbytes_wire)}, {_against_bound(plan)}"),
     ]
     if messages:
@@ -53,7 +53,7 @@ def summary(plan: MigrationPlan) -> list[tuple[str, str]]:
                 received[move.dst_rank] += move.nbytes
         mean = size(plan.nbytes_wire // len(messages))
         rows += [
-            ("messages", f"{len(messages)} of {mean} in the mean, in {len(plan.rounds)} rounds"),
+            ("messages", f"{len(messages)} of {mean} in the mean, in {_count(plan.rounds, 'round')}"),
             ("staging", f"at most {size(plan.staging_nbytes)} sent and received by a rank in a round"),
             ("busiest sender", _busiest(plan, sent)),
             ("busiest receiver", _busiest(plan, received)),
@@ -69,6 +69,10 @@ def size(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}" if len(things) == 1 else f"{len(things)} {name}s"
 
 
 def _against_bound(plan: MigrationPlan) -> str:

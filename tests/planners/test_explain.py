@@ -1,0 +1,54 @@
+"""What a user reads before anything moves."""
+
+from __future__ import annotations
+
+from small_models import config, layouts_on, nodes_of, small_model
+
+from ray_etc.planners.explain import size
+from ray_etc.planners.migrate import make_plan
+from ray_etc.planners.plan import MigrationPlan
+
+MODEL = small_model()
+
+
+def plan_for(before_slots: int, after_slots: int) -> MigrationPlan:
+    return make_plan(
+        layouts_on(range(before_slots), config(tp=before_slots), MODEL),
+        layouts_on(range(after_slots), config(tp=2, dp=after_slots // 2), MODEL),
+        nodes_of(range(max(before_slots, after_slots))),
+    )
+
+
+def test_tp2_to_tp2_dp2_in_words() -> None:
+    plan = plan_for(2, 4)
+    text = plan.explain()
+    assert "2 -> 4 ranks, 4 slots on 2 nodes" in text
+    assert "the least possible" in text
+    assert "node0 -> node1" in text
+    assert "in 1 round\n" in text
+    assert all(kind in text for kind in ("param", "main_param", "exp_avg"))
+    assert f"on the wire       {size(plan.nbytes_wire)}" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert text == plan_for(2, 4).explain()
+
+
+def test_nothing_moves_in_words() -> None:
+    text = plan_for(2, 2).explain()
+    assert "0 B, the least possible" in text
+    assert "busiest" not in text
+
+
+def test_notebooks_get_a_table_with_names_escaped() -> None:
+    html = plan_for(2, 4)._repr_html_()
+    assert html.startswith("<table>")
+    assert "2 -&gt; 4 ranks" in html
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 5 * 2**30, 3 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "5.0 GiB",
+        "3.0 TiB",
+    ]
