@@ -1,0 +1,110 @@
+"""The driver's hold on one generation: its ranks, the slots they are in, and what came of their train loops."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ray_etc.actors.rank import Entered, Outcome, Rank
+from ray_etc.actors.session import Context
+from ray_etc.actors.slots import Slot
+from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What every rank of every generation runs."""
+
+    name: str
+    loop: Callable[..., Any]
+    config: dict[str, Any] | None
+    resources: dict[str, float]
+    runtime_env: dict[str, Any]
+    timeout_s: float
+    start_timeout_s: float
+
+
+class Wait(Protocol):
+    """Waits for Ray results while the run goes on watching.
+
+    Raises what they raise, TimeoutError with `what` after `timeout_s`, or why waiting on became pointless.
+    """
+
+    def __call__(self, refs: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]: ...
+
+
+@dataclass
+class Generation:
+    """Ranks that train together; `slots[r]` is where rank r lives."""
+
+    number: int
+    parallel: ParallelConfig
+    slots: list[Slot]
+    ranks: list[Any] = field(default_factory=list)
+    outcome_refs: list[ray.ObjectRef] = field(default_factory=list)
+    entered: list[Entered] = field(default_factory=list)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    dead: dict[int, Exception] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, number: int, parallel: ParallelConfig, slots: Sequence[Slot], job: TrainJob) -> Generation:
+        """Start one actor in each slot, with half of the slot's share, so that the next generation fits beside it."""
+        generation = cls(number, parallel, list(slots))
+        for context in _contexts(number, parallel, slots, job.name):
+            slot = slots[context.world_rank]
+            options: dict[str, Any] = {
+                "num_cpus": job.resources.get("CPU", 0.0) / 2,
+                "num_gpus": job.resources.get("GPU", 0.0) / 2,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=0),
+                "runtime_env": job.runtime_env or None,
+            }
+            generation.ranks.append(Rank.options(**options).remote(context, _environment(slot, context, job)))
+        return generation
+
+    def start_loops(self, store: tuple[str, int], job: TrainJob) -> None:
+        self.outcome_refs = [rank.train.remote(job.loop, job.config, store, job.start_timeout_s) for rank in self.ranks]
+
+    def layouts(self) -> dict[int, RankLayout]:
+        """What each slot holds, as its rank reported it."""
+        return {slot.slot_id: entered.layout for slot, entered in zip(self.slots, self.entered, strict=True)}
+
+    @property
+    def slot_ids(self) -> set[int]:
+        return {slot.slot_id for slot in self.slots}
+
+    def rank_in(self, slot_id: int) -> int | None:
+        """The rank in a slot, or None."""
+        return next((rank for rank, slot in enumerate(self.slots) if slot.slot_id == slot_id), None)
+
+    def survivors(self) -> list[int]:
+        return [rank for rank in range(len(self.ranks)) if rank not in self.dead]
+
+    def kill(self) -> None:
+        """End every process of this generation, whatever it is doing."""
+        for rank in self.ranks:
+            ray.kill(rank, no_restart=True)
+
+
+def _environment(slot: Slot, context: Context, job: TrainJob) -> dict[str, str]:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron's tensor parallelism relies on it
+    if 0 < job.resources.get("GPU", 0.0) < 1:
+        # NCCL refuses two ranks on one GPU unless it takes them for separate hosts.
+        environment["NCCL_HOSTID"] = f"slot-{slot.slot_id}-generation-{context.generation}"
+    return environment
+
+
+def _contexts(number: int, parallel: ParallelConfig, slots: Sequence[Slot], name: str) -> list[Context]:
+    nodes = [slot.node_id for slot in slots]
+    node_ranks: Mapping[str | None, int] = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
+    sizes, seen = Counter(nodes), defaultdict[str | None, int](int)
+    contexts = []
+    for rank, (slot, node) in enumerate(zip(slots, nodes, strict=True)):
+        contexts.append(Context(name, number, parallel, rank, seen[node], sizes[node], node_ranks[node], slot.slot_id))
+        seen[node] += 1
+    return contexts

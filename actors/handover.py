@@ -1,0 +1,153 @@
+"""One resize, as the driver runs it: prepare in the shadow, plan, connect, pause, move, certify, commit.
+
+Nothing here changes the old generation before the commit: whatever fails until then, the new generation is dropped
+and the old one goes on with its next step. The same steps serve a death: then the survivors are frozen where they
+are instead of pausing at an agreed step, and the new ranks map their memory.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from ray_etc.actors import quiesce
+from ray_etc.actors.certificate import compare
+from ray_etc.actors.errors import ResizeFailed, StateLost
+from ray_etc.actors.generation import Generation, TrainJob, Wait
+from ray_etc.actors.rank import Failed
+from ray_etc.actors.record import ResizeRecord
+from ray_etc.actors.session import Boundary
+from ray_etc.planners.errors import StateMissing
+from ray_etc.planners.migrate import make_plan
+from ray_etc.planners.plan import MigrationPlan
+
+
+def start_generation(generation: Generation, job: TrainJob, wait: Wait) -> None:
+    """Bring every rank of a new generation to where its train loop stands before its first step.
+
+    Raises:
+        ResizeFailed: a rank's train loop ended before that; the message ends with the user's own error.
+    """
+    timeout_s = job.start_timeout_s
+    [store] = wait([generation.ranks[0].open_store.remote(timeout_s)], timeout_s, "rank 0 to start")
+    generation.start_loops(store, job)
+    entering = [rank.wait_entered.remote(timeout_s) for rank in generation.ranks]
+    entered = wait(entering, timeout_s, f"generation {generation.number} to build its model")
+    for rank, answer in enumerate(entered):
+        if answer is None:
+            [outcome] = wait([generation.outcome_refs[rank]], timeout_s, f"rank {rank} to say why it ended")
+            generation.outcomes[rank] = outcome
+            cause = outcome.traceback if isinstance(outcome, Failed) else "its train loop returned without training"
+            raise ResizeFailed(f"rank {rank} under {generation.parallel} could not be built: {cause.strip()}")
+    generation.entered = entered
+
+
+class Handover:
+    """The move of all state from an old generation to a new one that stands before its first step."""
+
+    def __init__(self, old: Generation, new: Generation, job: TrainJob, wait: Wait, record: ResizeRecord) -> None:
+        self._old, self._new, self._job, self._wait, self._record = old, new, job, wait, record
+        self._timeout_s = job.timeout_s
+        self._group = f"{job.name}-{new.number}-{uuid.uuid4().hex[:8]}"
+        self._members: list[Any] = []
+
+    def carry_out(self) -> None:
+        """Everything up to and with the commit. On any exception call `abort`."""
+        if self._old.dead:
+            with self._record.phase("quiesce"):
+                boundaries = quiesce.freeze(self._old, self._wait, self._timeout_s)
+            plan = self._prepare_move(sources=list(boundaries))
+        else:
+            plan = self._prepare_move(sources=list(range(len(self._old.ranks))))
+            with self._record.phase("quiesce"):
+                boundaries = quiesce.pause(self._old, self._wait, self._timeout_s)
+        self._record.next_step = next(iter(boundaries.values())).next_step
+        self._record.paused_at = max(boundary.ended_at for boundary in boundaries.values())
+        self._move_and_certify(plan)
+        self._load_and_commit(boundaries)
+
+    def abort(self) -> None:
+        """Drop the new generation; the old one goes on with the step after the one it paused at."""
+        self._new.kill()
+        for rank in self._old.survivors():
+            self._old.ranks[rank].end_migration.remote(self._group)
+            self._old.ranks[rank].resume.remote()
+
+    def _prepare_move(self, sources: list[int]) -> MigrationPlan:
+        with self._record.phase("plan"):
+            plan = self._plan(sources)
+        with self._record.phase("connect"):
+            self._connect(plan)
+            self._hand_out(plan, sources)
+        return plan
+
+    def _plan(self, sources: list[int]) -> MigrationPlan:
+        held = self._old.layouts()
+        source = {self._old.slots[rank].slot_id: held[self._old.slots[rank].slot_id] for rank in sources}
+        target = self._new.layouts()
+        nodes = {slot.slot_id: str(slot.node_id) for slot in [*self._old.slots, *self._new.slots]}
+        try:
+            plan = make_plan(source, target, nodes)
+        except StateMissing as missing:
+            if not self._old.dead:
+                raise
+            lost = ", ".join(str(rank) for rank in sorted(self._old.dead))
+            raise StateLost(f"rank {lost} died, and the survivors do not hold the whole state: {missing}") from missing
+        plan.check()
+        self._record.plan = plan
+        self._record.nbytes_wire, self._record.nbytes_local = plan.nbytes_wire, plan.nbytes_local
+        self._record.nbytes_lower_bound = plan.nbytes_lower_bound
+        return plan
+
+    def _connect(self, plan: MigrationPlan) -> None:
+        """One process a slot: the new rank where there is one, the old one in a slot that is leaving."""
+        for slot_id in plan.slots:
+            generation = self._new if slot_id in self._new.slot_ids else self._old
+            self._members.append(generation.ranks[generation.rank_in(slot_id)])
+        backend = "ETC_NCCL" if self._job.resources.get("GPU") else "ETC_GLOO"
+        size = len(self._members)
+        opening = [m.open_migration.remote(backend, self._group, rank, size) for rank, m in enumerate(self._members)]
+        rendezvous, *_ = self._wait(opening, self._timeout_s, "the migration group to open")
+        connecting = [m.connect_migration.remote(self._group, rendezvous, self._timeout_s) for m in self._members]
+        self._wait(connecting, self._timeout_s, "the migration group to connect")
+
+    def _hand_out(self, plan: MigrationPlan, sources: list[int]) -> None:
+        """Give each member its own part of the plan, and the memory of the old rank in its slot."""
+        shared = {self._old.slots[rank].slot_id: self._old.entered[rank].shared for rank in sources}
+        preparing = []
+        for rank, (member, slot_id) in enumerate(zip(self._members, plan.slots, strict=True)):
+            is_new = slot_id in self._new.slot_ids
+            memory = shared.get(slot_id) if is_new else None
+            preparing.append(member.prepare_move.remote(self._group, plan.for_rank(rank), plan.source[rank], memory, is_new))
+        self._wait(preparing, self._timeout_s, "the move to be prepared")
+
+    def _move_and_certify(self, plan: MigrationPlan) -> None:
+        with self._record.phase("move"):
+            reports = self._wait([m.move.remote(self._timeout_s) for m in self._members], self._timeout_s, "the state to move")
+        for part in ("local", "wire", "certify"):
+            self._record.phases[part] = max(getattr(report, f"{part}_s") for report in reports)
+        with self._record.phase("certify"):
+            compare(plan, reports)
+
+    def _load_and_commit(self, boundaries: dict[int, Boundary]) -> None:
+        next_step = next(iter(boundaries.values())).next_step
+        with self._record.phase("commit"):
+            loading = []
+            for rank, member in enumerate(self._new.ranks):
+                wanted = self._new.parallel.coordinate(rank)
+                replicated = next(iter(boundaries.values())).small_state["replicated"]
+                streams = {}
+                for old_rank, boundary in boundaries.items():
+                    coordinate = self._old.parallel.coordinate(old_rank)
+                    # Those of its own model shard: all that the rule for streams ever looks at.
+                    if (coordinate.tensor, coordinate.pipeline) == (wanted.tensor, wanted.pipeline):
+                        streams[coordinate] = boundary.small_state["streams"]
+                loading.append(member.load.remote(next_step, replicated, streams, self._timeout_s))
+            self._wait(loading, self._timeout_s, "the small state to be loaded")
+            self._record.certified = True
+            self._record.committed_at = time.time()
+            for member in self._new.ranks:
+                member.begin.remote(next_step)
+        for member in self._members:
+            member.end_migration.remote(self._group)

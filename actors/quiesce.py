@@ -1,0 +1,89 @@
+"""How a generation comes to stand still between two steps: by agreement, or, after a death, frozen where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_etc.actors.errors import ResizeFailed, StateLost
+from ray_etc.actors.generation import Generation, Wait
+from ray_etc.actors.session import Boundary
+
+FIRST_LEAD_STEPS = 2
+LONGEST_LEAD_STEPS = 64
+
+
+def pause(generation: Generation, wait: Wait, timeout_s: float) -> dict[int, Boundary]:
+    """Agree on a last step that no rank has passed, a little ahead, and wait for its end.
+
+    Returns:
+        The boundary of each rank, all of the same step.
+    """
+    lead = FIRST_LEAD_STEPS
+    while True:
+        next_steps = wait([rank.next_step.remote() for rank in generation.ranks], timeout_s, "the ranks' progress")
+        last_step = max(next_steps) + lead - 1
+        agreed = wait([rank.propose_last_step.remote(last_step) for rank in generation.ranks], timeout_s, "agreement")
+        if all(agreed):
+            break
+        # Whoever reached the proposed step meanwhile goes on; next time the step is named further ahead.
+        wait([rank.resume.remote() for rank in generation.ranks], timeout_s, "the ranks to go on")
+        lead *= 2
+        if lead > LONGEST_LEAD_STEPS:
+            raise ResizeFailed(f"no step within {LONGEST_LEAD_STEPS} of step {max(next_steps)} can be the last: the run is ending")
+    boundaries = wait([rank.wait_paused.remote(timeout_s) for rank in generation.ranks], timeout_s, f"step {last_step} to end")
+    paused = dict(enumerate(boundaries))
+    _check_replicated(paused)
+    return paused
+
+
+def freeze(generation: Generation, wait: Wait, timeout_s: float) -> dict[int, Boundary]:
+    """Stop the survivors of a death before their next optimizer update.
+
+    Returns:
+        The boundary of each survivor that holds the newest whole step; the others are of no use.
+
+    Raises:
+        StateLost: every survivor is half-way through an update.
+    """
+    boundaries: dict[int, Boundary] = {}
+    reasons = []
+    frozen = {rank: generation.ranks[rank].freeze.remote(timeout_s) for rank in generation.survivors()}
+    for rank, ref in frozen.items():
+        try:
+            [boundaries[rank]] = wait([ref], timeout_s, f"rank {rank} to freeze")
+        except TimeoutError as error:
+            reasons.append(str(error))
+    if not boundaries:
+        raise StateLost(f"no survivor stands between two steps: {'; '.join(reasons) or 'every rank died'}")
+    newest = max(boundary.next_step for boundary in boundaries.values())
+    whole = {rank: boundary for rank, boundary in boundaries.items() if boundary.next_step == newest}
+    _check_replicated(whole)
+    return whole
+
+
+def _check_replicated(boundaries: Mapping[int, Boundary]) -> None:
+    """Replicated state is taken from one rank, so it must be equal on all."""
+    first_rank, first = next(iter(boundaries.items()))
+    for rank, boundary in boundaries.items():
+        for name, value in boundary.small_state["replicated"].items():
+            if not _is_equal(value, first.small_state["replicated"][name]):
+                raise ResizeFailed(
+                    f"{name!r} is registered as replicated, but ranks {first_rank} and {rank} differ at step "
+                    f"{boundary.next_step}: register it under `streams`, by coordinate"
+                )
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
+    if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str | bytes):
+        return len(a) == len(b) and all(_is_equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

@@ -1,0 +1,227 @@
+"""A rank: one training process, as a Ray actor in one slot, of one generation.
+
+`train` runs the user's loop in a thread of its own; everything else is a control call and answers while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from ray_etc.actors import sharing
+from ray_etc.actors.mover import MoveReport, Mover
+from ray_etc.actors.session import Boundary, Context, GenerationReplaced, Load, Progress, open_session
+from ray_etc.actors.state import TrainState
+from ray_etc.actors.transports import close_group, get_group, open_group
+from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.parallel import Coordinate, ParallelConfig
+from ray_etc.planners.plan import RankPlan
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The user's loop returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The user's loop raised: the error itself, its traceback from the user's function on, and the step."""
+
+    error: Exception
+    traceback: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The user's loop was left because the next generation took over."""
+
+
+Outcome = Finished | Failed | Replaced
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A rank that has built its model: what it holds, and how another process in its slot can map it."""
+
+    layout: RankLayout
+    shared: sharing.SharedMemory
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 4, "train": 1})
+class Rank:
+    """See the module's docstring. Methods are called in the order in which they stand here."""
+
+    def __init__(self, context: Context, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        self._session = open_session(context)
+        self._context = context
+        self._store: dist.TCPStore | None = None
+        self._mapped: list[torch.Tensor] = []
+        self._mover: Mover | None = None
+
+    @ray.method(concurrency_group="control")
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Rank 0 only: the store where this generation's process group meets, as (host, port)."""
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        return host, self._store.port
+
+    @ray.method(concurrency_group="train")
+    def train(
+        self, loop: Callable[..., Any], config: dict[str, Any] | None, store: tuple[str, int], timeout_s: float
+    ) -> Outcome:
+        """Join the generation's process group and run the user's loop to its end."""
+        try:
+            self._join_world(store, timeout_s)
+            value = loop(config) if config is not None else loop()
+            if self._session.state is None:
+                raise RuntimeError(
+                    "the train loop returned without a state to move: iterate over ray_etc.steps(state, total=...)"
+                )
+            return Finished(value)
+        except GenerationReplaced:
+            return Replaced()
+        except Exception as error:
+            return Failed(_picklable(error), _user_traceback(error), self._session.current_step)
+        finally:
+            self._session.end()
+
+    @ray.method(concurrency_group="control")
+    def wait_entered(self, timeout_s: float) -> Entered | None:
+        """Until the loop stands before its first step; None where it ended instead."""
+        if not self._session.wait_entered(timeout_s):
+            return None
+        state = self._state()
+        return Entered(state.layout(), sharing.share(state.views()))
+
+    @ray.method(concurrency_group="control")
+    def begin(self, first_step: int) -> None:
+        self._session.begin(first_step)
+
+    @ray.method(concurrency_group="control")
+    def next_step(self) -> int:
+        return self._session.next_step()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> Progress:
+        return self._session.progress()
+
+    @ray.method(concurrency_group="control")
+    def check_parallel(self, parallel: ParallelConfig) -> str | None:
+        """Why this state could not live under `parallel`, or None."""
+        try:
+            self._state().check_parallel(parallel)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    # Handover --------------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def propose_last_step(self, step: int) -> bool:
+        return self._session.propose_last_step(step)
+
+    @ray.method(concurrency_group="control")
+    def wait_paused(self, timeout_s: float) -> Boundary:
+        return self._session.wait_paused(timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def freeze(self, timeout_s: float) -> Boundary:
+        return self._session.freeze(timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def open_migration(self, backend: str, group: str, rank: int, world_size: int) -> bytes | None:
+        """Make the migration group; member 0 says where it meets."""
+        transport = open_group(backend, group, rank, world_size)
+        return transport.rendezvous() if rank == 0 else None
+
+    @ray.method(concurrency_group="control")
+    def connect_migration(self, group: str, rendezvous: bytes, timeout_s: float) -> None:
+        get_group(group).connect(rendezvous, timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def prepare_move(
+        self, group: str, plan: RankPlan, source: RankLayout, shared: sharing.SharedMemory | None, is_new: bool
+    ) -> None:
+        """Map the old rank's memory (a new rank) or take one's own (a rank that is leaving), and make the buffers."""
+        state = self._state()
+        if is_new:
+            self._mapped = sharing.open(shared) if shared is not None else []
+            source_views, target_views, target = self._mapped, state.views(), state.layout()
+        else:
+            source_views, target_views, target = state.views(), [], ()
+        self._mover = Mover(plan, get_group(group), source_views, source, target_views, target)
+        self._mover.prepare()
+
+    @ray.method(concurrency_group="control")
+    def move(self, timeout_s: float) -> MoveReport:
+        assert self._mover is not None
+        return self._mover.run(timeout_s, self._session.on_move_event)
+
+    @ray.method(concurrency_group="control")
+    def load(
+        self, next_step: int, replicated: dict[str, Any], streams: dict[Coordinate, dict[str, Any]], timeout_s: float
+    ) -> None:
+        self._session.load(Load(next_step, replicated, streams), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def end_migration(self, group: str) -> None:
+        """Leave the group, the mapped memory and the buffers."""
+        close_group(group)
+        if self._mover is not None:
+            self._mover.close()
+        self._mover, self._mapped = None, []
+
+    @ray.method(concurrency_group="control")
+    def resume(self) -> None:
+        self._session.resume()
+
+    @ray.method(concurrency_group="control")
+    def replace(self) -> None:
+        self._session.replace()
+
+    def _state(self) -> TrainState:
+        assert self._session.state is not None, "the train loop has not entered ray_etc.steps()"
+        return self._session.state
+
+    def _join_world(self, store: tuple[str, int], timeout_s: float) -> None:
+        host, port = store
+        rank, world_size = self._context.world_rank, self._context.parallel.world_size
+        if self._store is None:
+            self._store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.PrefixStore("world", self._store),
+            rank=rank,
+            world_size=world_size,
+            device_id=torch.device("cuda", 0) if torch.cuda.is_available() else None,
+        )
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _user_traceback(error: Exception) -> str:
+    """The traceback without the frames of this file, so that the user's own code comes first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and frames[0].filename == __file__:
+        del frames[0]
+    return "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)])

@@ -1,0 +1,48 @@
+"""What one resize did, as data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.plan import MigrationPlan
+
+
+@dataclass
+class ResizeRecord:
+    """One resize, from the decision to the first step after it.
+
+    Times are in seconds, moments in Unix time. `pause_s` runs from the end of the last step of the old generation
+    to the start of the first step of the new one; `phases` holds how long each part took. `error` says why a resize
+    was given up, and then training went on in the old generation.
+    """
+
+    generation: int
+    reason: str
+    parallel_from: ParallelConfig
+    parallel_to: ParallelConfig
+    deadline: float | None = None
+    started_at: float = field(default_factory=time.time)
+    next_step: int | None = None
+    nbytes_wire: int = 0
+    nbytes_local: int = 0
+    nbytes_lower_bound: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    paused_at: float | None = None
+    pause_s: float | None = None
+    committed_at: float | None = None
+    certified: bool = False
+    error: str | None = None
+    plan: MigrationPlan | None = field(default=None, repr=False)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `phases[name]`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - start

@@ -1,0 +1,353 @@
+"""Inside a rank: where the user's train loop meets the control calls of the run.
+
+The train loop runs in one thread and only ever stops in two places, both inside `steps()`: where it enters the loop,
+and between two steps. Control calls come in on other threads at any time, also while the loop is stuck in a
+collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ray_etc.actors.state import TrainState
+from ray_etc.planners.parallel import Coordinate, ParallelConfig
+
+SmallState = dict[str, dict[str, Any]]
+
+
+class GenerationReplaced(BaseException):
+    """Unwinds the user's train loop in a generation whose state the next one has taken over."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this rank stands. The methods carry the names of Ray Train's `TrainContext`.
+
+    The world size and every rank change from generation to generation, within one call of `fit`.
+    """
+
+    experiment_name: str
+    generation: int
+    parallel: ParallelConfig
+    world_rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    slot_id: int
+
+    @property
+    def coordinate(self) -> Coordinate:
+        return self.parallel.coordinate(self.world_rank)
+
+    def get_experiment_name(self) -> str:
+        return self.experiment_name
+
+    def get_world_size(self) -> int:
+        return self.parallel.world_size
+
+    def get_world_rank(self) -> int:
+        return self.world_rank
+
+    def get_local_rank(self) -> int:
+        return self.local_rank
+
+    def get_local_world_size(self) -> int:
+        return self.local_world_size
+
+    def get_node_rank(self) -> int:
+        return self.node_rank
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The moment between two steps: `next_step` steps are whole, `small_state` is that of this moment."""
+
+    next_step: int
+    small_state: SmallState
+    ended_at: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A boundary with what tells whether the GPU has got there, since the host runs ahead of it.
+
+    `update_began` stands before the optimizer's update that led here, `update_ended` after it; None on CPUs.
+    """
+
+    boundary: Boundary
+    update_began: torch.cuda.Event | None
+    update_ended: torch.cuda.Event | None
+
+
+def _has_happened(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()
+
+
+def _gpu_event() -> torch.cuda.Event | None:
+    if not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@dataclass(frozen=True)
+class Load:
+    """The small state of the old generation, for this rank to take over."""
+
+    next_step: int
+    replicated: dict[str, Any]
+    streams: dict[Coordinate, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Report:
+    step: int
+    metrics: dict[str, Any]
+    time: float
+
+
+@dataclass
+class Progress:
+    """What a control call learns about a rank's train loop."""
+
+    next_step: int | None
+    is_paused: bool
+    first_step_started_at: float | None
+    first_step_s: float | None
+    reports: list[Report] = field(default_factory=list)
+
+
+class Session:
+    """One rank's train loop as a small state machine; every field is guarded by `self._changed`."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.state: TrainState | None = None
+        self.total_steps = 0
+        self.on_move_event: Callable[[str], None] = lambda event: None
+        """Told of each stage of a move of this rank (see `Mover.run`); tests script faults with it."""
+        self._changed = threading.Condition()
+        self._load: Load | None = None
+        self._first_step: int | None = None
+        self._last_step: int | None = None
+        self._is_paused = False
+        self._is_replaced = False
+        self._is_frozen = False
+        self._is_over = False
+        self._is_updating = False
+        self._marks: deque[Mark] = deque(maxlen=3)
+        self._update_began: torch.cuda.Event | None = None
+        self._reports: list[Report] = []
+        self._current_step: int | None = None
+        self._first_started_at: float | None = None
+        self._first_step_s: float | None = None
+
+    # The train thread ------------------------------------------------------------------------------------------------
+
+    def steps(self, state: TrainState, total: int) -> Iterator[int]:
+        first = self._enter(state, total)
+        for step in range(first, total):
+            self._current_step = step
+            if self._first_started_at is None:
+                self._first_started_at = time.time()
+            yield step
+            if self._first_step_s is None:
+                self._first_step_s = time.time() - self._first_started_at
+            self._boundary(step)
+        self.end()
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        if self._current_step is None:
+            raise RuntimeError("ray_etc.report() was called outside of `for step in ray_etc.steps(...)`")
+        with self._changed:
+            self._reports.append(Report(self._current_step, dict(metrics), time.time()))
+
+    @property
+    def current_step(self) -> int | None:
+        """The step that the user's loop is in, for error messages."""
+        return self._current_step
+
+    def end(self) -> None:
+        """The loop is over, by its end or by an exception: from now on no last step can be agreed on."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _enter(self, state: TrainState, total: int) -> int:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"ray_etc.steps() needs the TrainState that says what to move, got {type(state).__name__}; "
+                "make one with ray_etc.megatron.build(...).state or ray_etc.megatron.state(model, optimizer, ...)"
+            )
+        if self.state is not None:
+            raise RuntimeError("ray_etc.steps() was entered twice; a train loop has one")
+        for optimizer in state.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        with self._changed:
+            self.state, self.total_steps = state, total
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._first_step is not None or self._load is not None)
+        if self._load is not None:
+            self._load_small_state(self._load)
+            with self._changed:
+                self._load = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._first_step is not None)
+        assert self._first_step is not None
+        self._record_boundary(self._first_step)
+        return self._first_step
+
+    def _load_small_state(self, load: Load) -> None:
+        assert self.state is not None
+        for name, item in self.state.replicated.items():
+            item.load_state_dict(load.replicated[name])
+        for name, streams in self.state.streams.items():
+            by_coordinate = {coordinate: states[name] for coordinate, states in load.streams.items()}
+            streams.load_streams(by_coordinate, self.context.coordinate, load.next_step)
+
+    def _before_update(self) -> None:
+        with self._changed:
+            # A frozen rank's tensors are being read: it must never begin an update. Its process is ended later.
+            self._changed.wait_for(lambda: not self._is_frozen)
+            if not self._is_updating:
+                self._update_began = _gpu_event()
+            self._is_updating = True
+
+    def _record_boundary(self, next_step: int) -> None:
+        assert self.state is not None
+        boundary = Boundary(next_step, self.state.small_state(), time.time())
+        update_ended = _gpu_event()
+        with self._changed:
+            self._marks.append(Mark(boundary, self._update_began, update_ended))
+            self._is_updating = False
+            self._changed.notify_all()
+
+    def _boundary(self, step: int) -> None:
+        self._record_boundary(step + 1)
+        if self._last_step is None or step < self._last_step:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        with self._changed:
+            if self._last_step is None or step < self._last_step:
+                return  # withdrawn meanwhile
+            self._is_paused = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_replaced or not self._is_paused)
+            if self._is_replaced:
+                raise GenerationReplaced
+
+    # Control threads -------------------------------------------------------------------------------------------------
+
+    def wait_entered(self, timeout_s: float) -> bool:
+        """Until the train loop has handed over its state, or is over without having done so (then False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.state is not None or self._is_over, timeout_s)
+            return self.state is not None
+
+    def load(self, load: Load, timeout_s: float) -> None:
+        """Have the train thread take over the old generation's small state; its tensors are already there."""
+        with self._changed:
+            self._load = load
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._load is None or self._is_over, timeout_s):
+                raise TimeoutError(f"the small state was not loaded within {timeout_s:.0f} s")
+            if self._is_over:
+                raise RuntimeError("the train loop ended while it was loading the small state")
+
+    def begin(self, first_step: int) -> None:
+        with self._changed:
+            self._first_step = first_step
+            self._changed.notify_all()
+
+    def next_step(self) -> int:
+        with self._changed:
+            return self._marks[-1].boundary.next_step if self._marks else 0
+
+    def progress(self) -> Progress:
+        """Where the loop is; hands out each report once."""
+        with self._changed:
+            reports, self._reports = self._reports, []
+            next_step = self._marks[-1].boundary.next_step if self._marks else None
+            return Progress(next_step, self._is_paused, self._first_started_at, self._first_step_s, reports)
+
+    def propose_last_step(self, step: int) -> bool:
+        """Agree to pause after `step`. False where that is too late, or would leave nothing to train."""
+        with self._changed:
+            if self._is_over or not self._marks or self._marks[-1].boundary.next_step > step or step >= self.total_steps - 1:
+                return False
+            self._last_step = step
+            return True
+
+    def wait_paused(self, timeout_s: float) -> Boundary:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_paused or self._is_over, timeout_s) or not self._is_paused:
+                raise TimeoutError(f"the step boundary after step {self._last_step} was not reached within {timeout_s:.0f} s")
+            return self._marks[-1].boundary
+
+    def resume(self) -> None:
+        """No resize after all: go on with the next step."""
+        with self._changed:
+            self._last_step, self._is_paused = None, False
+            self._changed.notify_all()
+
+    def replace(self) -> None:
+        """The next generation has everything: leave the train loop."""
+        with self._changed:
+            self._is_replaced = True
+            self._changed.notify_all()
+
+    def freeze(self, timeout_s: float) -> Boundary:
+        """Stop for good before the next optimizer update, and say which step the tensors belong to.
+
+        Works while the train thread is stuck in a collective of a peer that died.
+
+        Raises:
+            TimeoutError: an update has begun and does not end: the tensors belong to no step.
+        """
+        with self._changed:
+            self._is_frozen = True
+        deadline = time.monotonic() + timeout_s
+        while (boundary := self._whole_boundary()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {self.context.world_rank} is half-way through the update of step {self._current_step}"
+                )
+            time.sleep(0.01)
+        return boundary
+
+    def _whole_boundary(self) -> Boundary | None:
+        """The last boundary whose step the tensors hold now, or None while they change."""
+        with self._changed:
+            marks, is_updating, update_began = list(self._marks), self._is_updating, self._update_began
+        if is_updating and _has_happened(update_began):
+            return None
+        for mark in reversed(marks):
+            if _has_happened(mark.update_ended):
+                return mark.boundary
+            if _has_happened(mark.update_began):
+                return None
+        return None
+
+
+_session: Session | None = None
+
+
+def open_session(context: Context) -> Session:
+    global _session
+    _session = Session(context)
+    return _session
+
+
+def current_session() -> Session:
+    if _session is None:
+        raise RuntimeError("this works only inside a train loop that ElasticTrainer runs")
+    return _session
