@@ -1,4 +1,4 @@
-"""Small models with everything that is awkward to cut, and an executor of plans that shares nothing with the planner."""
+"""Small models with everything that is awkward to cut, and an executor that trusts nothing of the planner."""
 
 from __future__ import annotations
 

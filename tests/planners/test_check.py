@@ -65,7 +65,7 @@ def test_wrong_box(plan: MigrationPlan, local: bool) -> None:
         away = move.box.shifted((1, *(0 for _ in move.box.offsets[1:])))
         return [replace(move, box=away), *(other for other in moves if other is not move)]
 
-    with pytest.raises(PlanError, match="outside its|written twice"):
+    with pytest.raises(PlanError, match=r"outside its|written twice"):
         with_moves(plan, shift, local=local).check()
 
 
