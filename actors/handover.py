@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from ray_etc.actors import quiesce
@@ -46,8 +47,17 @@ def start_generation(generation: Generation, job: TrainJob, wait: Wait) -> None:
 class Handover:
     """The move of all state from an old generation to a new one that stands before its first step."""
 
-    def __init__(self, old: Generation, new: Generation, job: TrainJob, wait: Wait, record: ResizeRecord) -> None:
+    def __init__(
+        self,
+        old: Generation,
+        new: Generation,
+        usable: Collection[int],
+        job: TrainJob,
+        wait: Wait,
+        record: ResizeRecord,
+    ) -> None:
         self._old, self._new, self._job, self._wait, self._record = old, new, job, wait, record
+        self._usable = usable
         self._timeout_s = job.timeout_s
         self._group = f"{job.name}-{new.number}-{uuid.uuid4().hex[:8]}"
         self._members: list[Any] = []
@@ -88,7 +98,7 @@ class Handover:
         target = self._new.layouts()
         nodes = {slot.slot_id: str(slot.node_id) for slot in [*self._old.slots, *self._new.slots]}
         try:
-            plan = make_plan(source, target, nodes)
+            plan = make_plan(source, target, nodes, usable=self._usable)
         except StateMissing as missing:
             if not self._old.dead:
                 raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scipy.optimize import linear_sum_assignment
@@ -45,11 +45,13 @@ def make_plan(
     nodes: Mapping[int, str],
     *,
     staging_nbytes: int = 256 * 2**20,
+    usable: Collection[int] | None = None,
 ) -> MigrationPlan:
     """Plan the moves that turn layout `source` into layout `target`.
 
     Keys are slots; a slot in only one of them joins or leaves. `nodes[slot]` is the node of each slot in either.
-    `staging_nbytes` bounds what a rank sends, and what it receives, in one round.
+    `staging_nbytes` bounds what a rank sends, and what it receives, in one round. `usable` are the slots on which the
+    new ranks could have been placed (all of them by default); only the lower bound depends on it.
 
     Each target element is taken once: from its own slot where that holds it, otherwise from the least loaded
     holder on its own node, otherwise from the least loaded holder anywhere. The same input gives the same plan.
@@ -95,7 +97,11 @@ def make_plan(
         target=wanted,
         local=tuple(local),
         rounds=split_rounds(wire, staging_nbytes),
-        nbytes_lower_bound=_lower_bound(dict(zip(slots, held, strict=True)), list(target.values()), slots),
+        nbytes_lower_bound=_lower_bound(
+            dict(zip(slots, held, strict=True)),
+            list(target.values()),
+            [slot for slot in slots if usable is None or slot in usable],
+        ),
         staging_nbytes=staging_nbytes,
     )
 

@@ -14,8 +14,13 @@ from ray_etc.planners.plan import MigrationPlan
 
 
 def known_tensors(layouts: Sequence[RankLayout]) -> list[TensorSpec]:
-    """Every logical tensor of a generation once, in the order in which its ranks list them."""
-    return list({shard.tensor.key: shard.tensor for layout in layouts for shard in layout}.values())
+    """Every logical tensor of a generation once, kind by kind, each in the order of the model's parameters.
+
+    ZeRO-1 lists its optimizer state backwards, as its buckets run, so the order of the parameters decides for all.
+    """
+    tensors = {shard.tensor.key: shard.tensor for layout in layouts for shard in layout}
+    parameters = {name: position for position, (kind, name) in enumerate(tensors) if kind == "param"}
+    return sorted(tensors.values(), key=lambda tensor: (tensor.kind, parameters.get(tensor.name, len(parameters))))
 
 
 def place(

@@ -151,7 +151,7 @@ class Controller:
         try:
             with record.phase("prepare"):
                 new = self._prepare(resize.slots, record)
-            handover = Handover(old, new, self.job, self._wait, record)
+            handover = Handover(old, new, resize.slots, self.job, self._wait, record)
             handover.carry_out()
             self._commit(new, record)
         except Exception as error:
@@ -172,7 +172,7 @@ class Controller:
         try:
             with record.phase("prepare"):
                 new = self._prepare(recover.slots, record)
-            Handover(old, new, self.job, self._wait, record).carry_out()
+            Handover(old, new, recover.slots, self.job, self._wait, record).carry_out()
             self._commit(new, record)
         except Exception as error:
             self._give_up(record, error)

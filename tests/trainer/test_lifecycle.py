@@ -1,0 +1,154 @@
+"""Runs that grow, shrink and are asked to change, with results that are known beforehand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.train import RunConfig, ScalingConfig, WorkerGroupError
+from toy import BATCH, expected_weights, samples_of, train
+
+import ray_etc
+from ray_etc import ElasticRun, ElasticTrainer, ParallelConfig
+
+pytestmark = pytest.mark.ray
+
+
+def start(tmp_path: Path, workers: Any, **config: Any) -> ElasticRun:
+    parallel = config.pop("parallel", None)
+    callbacks = config.pop("callbacks", None)
+    return ElasticTrainer(
+        train,
+        train_loop_config={"finish": str(tmp_path / "finish"), **config},
+        parallel=parallel,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(name="toy", storage_path=str(tmp_path), callbacks=callbacks),
+        timeout_s=10.0,
+    ).start()
+
+
+def wait_until(run: ElasticRun, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, run.status()
+        if run.status().activity == "ended":
+            run.result(0)
+            raise AssertionError("the run ended before that")
+        time.sleep(0.02)
+
+
+def wait_for_step(run: ElasticRun, more: int = 3) -> None:
+    target = run.status().step + more
+    wait_until(run, lambda: run.status().step >= target)
+
+
+def finish(run: ElasticRun, tmp_path: Path) -> ray_etc.ElasticResult:
+    (tmp_path / "finish").touch()
+    return run.result(30.0)
+
+
+def check_exact(result: ray_etc.ElasticResult) -> None:
+    """Weights bit for bit as in a run that was never resized; each sample once, in order, on every step."""
+    steps = len(result.reports)
+    assert sorted(result.reports) == list(range(steps))
+    assert result.metrics is not None
+    assert result.metrics["weight"] == expected_weights(steps)
+    by_step = [samples_of({step: ranks}) for step, ranks in sorted(result.reports.items())]
+    assert [sorted(samples) for samples in by_step] == [list(range(s * BATCH, (s + 1) * BATCH)) for s in range(steps)]
+
+
+def test_dp2_to_dp4_when_a_node_joins_and_back_when_it_drains(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 4))
+    wait_for_step(run)
+    assert run.status().parallel == ParallelConfig(data_parallel=2)
+    plan = run.plan(4)
+    assert plan.nbytes_wire > 0
+    joined = nodes.add(2)
+    wait_until(run, lambda: len(run.resizes) == 1 and run.resizes[0].pause_s is not None)
+    wait_for_step(run)
+    deadline = time.time() + 30
+    ray_etc.drain_node(joined.node_id, 30.0, "spot notice")
+    wait_until(run, lambda: len(run.resizes) == 2 and run.resizes[1].pause_s is not None)
+    assert time.time() < deadline
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    grow, shrink = result.resizes
+    assert (grow.parallel_to.data_parallel, shrink.parallel_to.data_parallel) == (4, 2)
+    assert grow.certified
+    assert shrink.certified
+    assert shrink.deadline is not None
+    assert shrink.paused_at is not None
+    assert shrink.paused_at < shrink.deadline
+    assert grow.nbytes_wire == grow.nbytes_lower_bound == plan.nbytes_wire
+    assert result.return_value == "trained"
+
+
+def test_requested_dp3_to_dp1_to_dp2_plain_optimizer(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(3)
+    run = start(tmp_path, (1, 3), parallel=ParallelConfig(distributed_optimizer=False))
+    wait_for_step(run)
+    one = run.resize(1)
+    assert run.status().slots_usable <= 3
+    wait_for_step(run)
+    two = run.resize(parallel=ParallelConfig(data_parallel=2))
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert [(r.parallel_from.data_parallel, r.parallel_to.data_parallel) for r in result.resizes] == [(3, 1), (1, 2)]
+    assert one.certified
+    assert two.certified
+    assert two.parallel_to.distributed_optimizer
+
+
+def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 8))
+    wait_for_step(run)
+    with pytest.raises(ValueError, match="batch 12 cannot be split by data_parallel=5; use a divisor of 12"):
+        run.resize(5)
+    with pytest.raises(ValueError, match=r"needs 9 ranks, num_workers=\(1, 8\) allows 1 to 8"):
+        run.resize(9)
+    with pytest.raises(ValueError, match="either num_workers or parallel"):
+        run.resize()
+    assert run.resizes == []
+    check_exact(finish(run, tmp_path))
+
+
+def test_user_error_names_rank_and_step_and_comes_first(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, 2, faults={(0, 1): ("raise in step", 4)})
+    with pytest.raises(WorkerGroupError) as caught:
+        run.result(60.0)
+    message = str(caught.value).partition("\n")[2]
+    assert message.startswith("KeyError: 'sample 54 is not there'\nraised on rank 1")
+    assert "step 4" in message
+    assert 'raise KeyError(f"sample {samples[0]} is not there")' in message
+    assert isinstance(caught.value.worker_failures[1], KeyError)
+
+
+def test_loop_without_steps_is_told_what_to_do(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(1)
+    trainer = ElasticTrainer(lambda: None, scaling_config=ScalingConfig(num_workers=1))
+    with pytest.raises(WorkerGroupError, match=r"iterate over ray_etc.steps\(state, total=...\)"):
+        trainer.fit()
+
+
+def test_fewer_slots_than_asked_for(nodes: Any) -> None:
+    nodes.add(1)
+    trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=(2, 4)), start_timeout_s=3.0)
+    with pytest.raises(WorkerGroupError, match=r"1 slots of {'CPU': 1.0} after 3 s, but num_workers=\(2, 4\) needs 2"):
+        trainer.fit()
+
+
+def test_axes_that_num_workers_cannot_hold() -> None:
+    with pytest.raises(ValueError, match=r"num_workers=\(2, 3\) has no multiple of tensor_parallel=2 x pipeline_parallel=2 = 4"):
+        ElasticTrainer(
+            train,
+            parallel=ParallelConfig(tensor_parallel=2, pipeline_parallel=2),
+            scaling_config=ScalingConfig(num_workers=(2, 3)),
+        )
