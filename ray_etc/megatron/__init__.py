@@ -5,6 +5,7 @@ that you made yourself. Either way the result is a `TrainState`, which names eac
 place in the whole model, so that it can be moved to any other parallel configuration.
 """
 
+from ray_etc.megatron import quiet as quiet  # first: it hushes warnings of the imports below
 from ray_etc.megatron.build import build
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.state import state

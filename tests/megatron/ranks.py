@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ import torch.distributed as dist
 PR_SET_PDEATHSIG = 1
 
 
-class RanksFailed(Exception):
+class RanksFailedError(Exception):
     """Some ranks did not finish; the message has the traceback of each."""
 
 
-def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90) -> list[Any]:
-    """Call `work(*args)` on `world_size` ranks at once and return what each returned, by rank.
+def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90, **kwargs: Any) -> list[Any]:
+    """Call `work(*args, **kwargs)` on `world_size` ranks at once and return what each returned, by rank.
 
     Forking is fast because torch and Megatron are imported once, here. All ranks are gone when this returns.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pids = {_fork(work, args, rank, world_size, Path(folder), timeout_s): rank for rank in range(world_size)}
+        pids = {
+            _fork(partial(work, *args, **kwargs), rank, world_size, Path(folder), timeout_s): rank
+            for rank in range(world_size)
+        }
         left = set(pids)
         deadline = time.monotonic() + timeout_s
         failed = False
@@ -52,13 +56,11 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
         reports = [Path(folder, f"error{rank}") for rank in range(world_size)]
         if failed or left:
             said = [f"rank {rank}: {path.read_text()}" for rank, path in enumerate(reports) if path.exists()]
-            raise RanksFailed("\n".join(said) or f"no answer within {timeout_s} s")
+            raise RanksFailedError("\n".join(said) or f"no answer within {timeout_s} s")
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _fork(
-    work: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: Path, timeout_s: float
-) -> int:
+def _fork(work: Callable[[], Any], rank: int, world_size: int, folder: Path, timeout_s: float) -> int:
     if pid := os.fork():
         return pid
     code = 1
@@ -72,7 +74,7 @@ def _fork(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        result = work(*args)
+        result = work()
         dist.barrier()
         (folder / f"result{rank}").write_bytes(pickle.dumps(result))
         code = 0

@@ -1,0 +1,154 @@
+"""Every configuration trains, and trains the same model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from logical import Logical, load, read, whole
+from ranks import run_ranks
+from tiny import ONE, build, parallel
+
+from ray_etc.megatron import GPTConfig
+from ray_etc.planners.parallel import ParallelConfig
+
+CONFIGURATIONS = [
+    parallel(),
+    parallel(zero=False),
+    parallel(tp=2),
+    parallel(tp=2, sp=True),
+    parallel(tp=2, zero=False),
+    parallel(tp=4),
+    parallel(pp=2),
+    parallel(pp=4, zero=False),
+    parallel(dp=2),
+    parallel(dp=2, zero=False),
+    parallel(dp=4),
+    parallel(tp=2, dp=2, sp=True),
+    parallel(tp=2, dp=2, zero=False),
+    parallel(pp=2, dp=2),
+    parallel(pp=2, dp=2, zero=False),
+    parallel(tp=2, pp=2),
+]
+
+
+def train(config: ParallelConfig, steps: int, start: tuple[Logical, dict] | None = None, **model: Any) -> dict:
+    """Train from the start, or from the logical state of another configuration."""
+    task = build(config, initialize=start is None, **model)
+    if start is not None:
+        load(task.state, *start)
+    reports = [task.train_step() for _ in range(steps)]
+    return {"reports": reports, "shards": read(task.state), "small": task.state.small_state()}
+
+
+def continued(**model: Any) -> tuple[tuple[Logical, dict], list[dict]]:
+    """The state after two steps on one rank, and the reports of the next two."""
+    (first,) = run_ranks(train, 1, ONE, 2, None, **model)
+    start = whole([first["shards"]]), first["small"]
+    (rest,) = run_ranks(train, 1, ONE, 2, start, **model)
+    return start, rest["reports"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+def reference(request: pytest.FixtureRequest) -> tuple[bool, tuple[Logical, dict], list[dict]]:
+    return request.param, *continued(bf16=request.param)
+
+
+@pytest.mark.parametrize("config", CONFIGURATIONS, ids=str)
+def test_every_configuration_continues_one_run(config: ParallelConfig, reference: Any) -> None:
+    bf16, start, expected = reference
+    ranks = run_ranks(train, config.world_size, config, 2, start, bf16=bf16)
+    for step, report in enumerate(expected):
+        losses = {rank["reports"][step]["loss"] for rank in ranks}
+        assert len(losses) == 1, "the loss is not the same number on every rank"
+        assert losses.pop() == pytest.approx(report["loss"], abs=5e-3 if bf16 else 1e-5)
+        for rank in ranks:
+            assert rank["reports"][step]["lr"] == report["lr"]
+            assert rank["reports"][step]["tokens"] == report["tokens"] == 8 * 16
+            assert rank["reports"][step]["grad_norm"] == pytest.approx(report["grad_norm"], rel=2e-2 if bf16 else 1e-4)
+    whole([rank["shards"] for rank in ranks])
+
+
+def test_dp2_starts_like_tp1() -> None:
+    (one,) = run_ranks(train, 1, ONE, 1)
+    two = run_ranks(train, 2, parallel(dp=2), 1)
+    assert two[0]["reports"][0]["loss"] == pytest.approx(one["reports"][0]["loss"], abs=1e-6)
+
+
+def test_zero_only_changes_where_the_optimizer_works() -> None:
+    sharded = run_ranks(train, 2, parallel(dp=2), 3)
+    plain = run_ranks(train, 2, parallel(dp=2, zero=False), 3)
+    assert [r["loss"] for r in sharded[0]["reports"]] == pytest.approx([r["loss"] for r in plain[0]["reports"]])
+
+
+def test_same_seed_same_run() -> None:
+    first, second = (run_ranks(train, 2, parallel(tp=2), 2) for _ in range(2))
+    assert [r["loss"] for r in first[0]["reports"]] == [r["loss"] for r in second[0]["reports"]]
+    (other,) = run_ranks(lambda: build(ONE, seed=8).train_step()["loss"], 1)
+    (this,) = run_ranks(lambda: build(ONE, seed=7).train_step()["loss"], 1)
+    assert other != this
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["zero", "plain"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_moments_made_early_change_nothing(zero: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam makes its moments in its first step; the state needs them before it."""
+    import sys
+
+    build_module = sys.modules["ray_etc.megatron.build"]
+
+    def losses_and_weights() -> tuple[list[float], list[torch.Tensor]]:
+        task = build(parallel(zero=zero), bf16=bf16)
+        losses = [task.train_step()["loss"] for _ in range(3)]
+        return losses, [param.detach().clone() for param in task.model.parameters()]
+
+    (early,) = run_ranks(losses_and_weights, 1)
+    monkeypatch.setattr(build_module, "state", lambda *args, **kwargs: None)
+    (late,) = run_ranks(losses_and_weights, 1)
+    assert early[0] == late[0]
+    assert all(torch.equal(a, b) for a, b in zip(early[1], late[1], strict=True))
+
+
+@pytest.mark.parametrize("padded", [260, 300])
+def test_padding_of_the_vocabulary_changes_nothing(padded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, expected = continued()
+    monkeypatch.setattr(GPTConfig, "padded_vocab_size", lambda self, tensor_parallel: padded)
+
+    def train_and_look(config: ParallelConfig) -> tuple[list[float], float]:
+        task = build(config, initialize=False)
+        load(task.state, *start)
+        losses = [task.train_step()["loss"] for _ in range(2)]
+        module = task.model.module
+        rows = [module.embedding.word_embeddings.weight[257:], module.output_layer.weight[257:]]
+        return losses, max(float(row.detach().abs().max()) for row in rows)
+
+    ((losses, largest),) = run_ranks(train_and_look, 1, ONE)
+    assert losses == pytest.approx([report["loss"] for report in expected], abs=1e-6)
+    assert largest == 0.0
+
+
+def test_tied_embeddings_over_a_pipeline() -> None:
+    start, expected = continued(tied_embeddings=True)
+    ranks = run_ranks(train, 2, parallel(pp=2), 2, start, tied_embeddings=True)
+    assert [r["loss"] for r in ranks[0]["reports"]] == pytest.approx([r["loss"] for r in expected], abs=1e-5)
+    names = {spec.name for spec, _, _ in ranks[1]["shards"]}
+    assert "embedding.word_embeddings.weight" in names
+    assert "output_layer.weight" not in names
+
+
+def test_build_says_what_is_wrong() -> None:
+    def messages() -> list[str]:
+        said = []
+        for config in (parallel(dp=2), parallel(tp=3)):
+            try:
+                build(config)
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    (said,) = run_ranks(messages, 1)
+    assert said == [
+        "TP1 PP1 DP2 ZeRO-1 needs 2 ranks; there are 1",
+        "num_attention_heads=4 cannot be split by tensor_parallel=3; use 1, 2 or 4",
+    ]
