@@ -21,18 +21,26 @@ if TYPE_CHECKING:
     from ray_etc.actors.mover import MoveReport
 
 PIECE = 1 << 21
-"""Words summed at a time: 16 MiB of weights, kept, and 16 MiB of products. It fixes the sums, so it is the same on
-every rank."""
+"""Words of at most 32 bits summed at a time: 16 MiB of weights, kept, and as much for products. The sums depend on it,
+so it is one number for all ranks."""
 
 NAMED_MISMATCHES = 5
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 U64 = (1 << 64) - 1
+PIECE_SALT = 1 << 32
+"""Sets the factors of the pieces apart from the weights within a piece: one sequence for both would be symmetric, and
+the element i of piece k would weigh as much as the element k of piece i."""
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width: copied and summed bit by bit, whatever the type."""
-    integer = INTEGERS.get(tensor.element_size())
-    return tensor.detach() if integer is None or tensor.is_complex() else tensor.detach().view(integer)
+    """The same memory as integers of the same width: copied and summed bit by bit, whatever the type.
+
+    A complex tensor gets one more dim, of length 2.
+    """
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def checksums(slices: Sequence[torch.Tensor]) -> np.ndarray:
@@ -44,17 +52,20 @@ def checksums(slices: Sequence[torch.Tensor]) -> np.ndarray:
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     integers = as_integers(tensor)
-    words_each = max(1, integers.element_size() // 4)
-    # The number of words tells a slice of zeros from one that is missing or of another size.
-    total = torch.full((), _signed(_mix(integers.numel() * words_each)), dtype=torch.int64, device=tensor.device)
+    halves = 2 if integers.element_size() == 8 else 1
+    # The number of elements tells a slice of zeros from one that is missing or of another size.
+    total = torch.full((), _signed(_mix(integers.numel())), dtype=torch.int64, device=tensor.device)
     weights = _weights(str(tensor.device))
-    for index, piece in enumerate(_pieces(integers, PIECE // words_each)):
-        words = piece.reshape(-1)
-        if words_each > 1:
+    for index, piece in enumerate(_pieces(integers, PIECE // halves)):
+        words, count = piece.reshape(-1), piece.numel()
+        if halves == 2:
             # Words of 32 bits at most: two 64-bit elements that differ in their sign bit only could otherwise swap.
-            words = words.contiguous().view(torch.int32)
-        part = (words * weights[: words.numel()]).sum()
-        total = total + (part * _signed(_mix(index) | 1) if index else part)
+            part = ((words >> 32) * weights[count : 2 * count]).sum()
+            words = words & 0xFFFFFFFF
+        else:
+            part = 0
+        part = part + (words * weights[:count]).sum()
+        total = total + part * _signed(_mix(PIECE_SALT + index) | 1)
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import cast
 
 from ray.util import collective
@@ -9,20 +10,26 @@ from ray.util.collective.backend_registry import _global_registry, register_coll
 
 from ray_etc.actors.transports.base import Transport
 from ray_etc.actors.transports.gloo import GlooTransport
+from ray_etc.actors.transports.nccl import NcclTransport
 
-__all__ = ["GlooTransport", "Transport", "close_group", "get_group", "open_group", "register"]
+__all__ = ["GlooTransport", "NcclTransport", "Transport", "close_group", "get_group", "open_group", "register"]
+
+
+TRANSPORTS: dict[str, type[Transport]] = {each.backend(): each for each in (GlooTransport, NcclTransport)}
 
 
 def register() -> None:
     """Make the backends known to `ray.util.collective` in this process; any number of times."""
-    for transport in (GlooTransport,):
-        if not _global_registry.is_registered(transport.backend()):
-            register_collective_backend(transport.backend(), transport)
+    for name, transport in TRANSPORTS.items():
+        if not _global_registry.is_registered(name):
+            register_collective_backend(name, transport)
 
 
 def open_group(backend: str, group_name: str, rank: int, world_size: int) -> Transport:
     """Enter this actor as member `rank` of a new group. It carries nothing until it is connected."""
     register()
+    if why := TRANSPORTS[backend].why_unavailable():
+        raise RuntimeError(f"{backend} cannot be used on {platform.node()}: {why}")
     collective.init_collective_group(world_size, rank, backend, group_name)
     return get_group(group_name)
 

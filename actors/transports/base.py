@@ -101,8 +101,13 @@ class Transport(BaseGroup):
         """Break the group: an exchange blocked in another thread ends with an error within about a second."""
 
     @classmethod
+    def why_unavailable(cls) -> str | None:
+        """What is missing for this backend in this process; None where nothing is."""
+        return None
+
+    @classmethod
     def check_backend_availability(cls) -> bool:
-        return True
+        return cls.why_unavailable() is None
 
     def _open_store(self, host: str | None, unique_id: str = "") -> bytes:
         if self.rank != 0:
@@ -143,18 +148,19 @@ class Transport(BaseGroup):
 
     @contextmanager
     def _translated(self, deadline: Deadline, peers: list[int]) -> Iterator[None]:
-        """Turn what a library raises into our errors, by what is known: aborted, too late, or a peer lost."""
+        """Turn what a library raises into our errors, by what is known: too late, aborted, or a peer lost."""
         try:
             yield
         except TransportError:
             raise
-        except RuntimeError as error:
-            # Aborted first: an abort at the deadline is told by whoever called it.
-            if self._aborted.is_set():
-                raise TransportError(self.group_name, self.rank, peers, deadline.spent_s(), "aborted") from error
+        except (RuntimeError, KeyError) as error:  # cupy raises KeyError for an NCCL status that it has no name for
+            kind, reason = TransportError, str(error).partition("\n")[0][:200]
+            # Libraries round their waits to milliseconds and may give up a little early.
+            if deadline.left_s() < 0.02:
+                kind = TransportTimeout
+            elif self._aborted.is_set():
+                reason = "aborted"
             self.abort()
-            kind = TransportTimeout if deadline.left_s() <= 0 else TransportError
-            reason = str(error).partition("\n")[0][:200]
             raise kind(self.group_name, self.rank, peers, deadline.spent_s(), reason) from error
 
 
