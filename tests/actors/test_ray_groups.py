@@ -16,6 +16,13 @@ from ray_etc.actors.transports import close_group, get_group, open_group
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 @ray.remote(num_cpus=0.5, max_restarts=0)
 class Member:
     @ray.method
