@@ -1,6 +1,8 @@
 """Set before anything imports Ray: loopback only, several clusters on one machine, no surprise from outside."""
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.update(
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # else Ray rewrites 127.0.0.1 to the address of a network card
@@ -10,3 +12,6 @@ os.environ.update(
     RAY_TRAIN_V2_ENABLED="1",
     OMP_NUM_THREADS="1",
 )
+
+# The GPU tests run the same processes, layouts and oracles as those of the CPU.
+sys.path.insert(0, str(Path(__file__).parent / "actors"))

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ray_etc.actors.transports import GlooTransport
+from ray_etc.actors.transports import GlooTransport, Transport
 
 LOOPBACK = "127.0.0.1"
 
@@ -76,6 +77,19 @@ def run_processes(count: int, body: Callable[..., Any], *arguments: Any, timeout
             process.join()
 
 
+def wait_gone(pid: int, timeout_s: float = 30.0) -> None:
+    """Until a process has ended and let go of its memory, whether or not its parent has reaped it."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except FileNotFoundError:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} still runs after {timeout_s} s")
+
+
 def _main(pipe: Any, port: int, rank: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
         pipe.send(Outcome(value=body(rank, Board(port), *arguments)))
@@ -84,9 +98,16 @@ def _main(pipe: Any, port: int, rank: int, body: Callable[..., Any], arguments: 
         pipe.send(Outcome(error=error))
 
 
-def join_group(rank: int, board: Board, world_size: int, name: str = "group", timeout_s: float = 20.0) -> GlooTransport:
-    """A connected member of a gloo group on loopback."""
-    transport = GlooTransport(world_size, rank, name)
+def join_group(
+    rank: int,
+    board: Board,
+    world_size: int,
+    name: str = "group",
+    timeout_s: float = 20.0,
+    kind: type[Transport] = GlooTransport,
+) -> Transport:
+    """A connected member of a group on loopback."""
+    transport = kind(world_size, rank, name)
     if rank == 0:
         board.put(name, transport.rendezvous(LOOPBACK))
     transport.connect(board.get(name), timeout_s)

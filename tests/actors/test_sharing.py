@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Board, run_processes
+from processes import Board, run_processes, wait_gone
 
 from ray_etc.actors import sharing
 
@@ -41,7 +41,7 @@ def test_views_keep_pointing_at_the_memory_that_moved() -> None:
     assert shared.views[3].strides == (1, 10)
     with torch.no_grad():
         for parameter in parameters:
-            parameter -= 1.0
+            parameter.sub_(1.0)
     assert torch.equal(buffer[:200], torch.arange(200) - 1.0)
     assert torch.equal(parameters[0].data, buffer[:100].view(10, 10))
     buffer[500] = 99
@@ -84,10 +84,7 @@ def owner_and_reader(rank: int, board: Board, kill: bool) -> Any:
     board.get("written")
     live = float(views[0][0, 0])
     board.put("seen")
-    owner = shared.storages[0].pid
-    # A killed child stays a zombie until its parent reaps it; its memory map is empty at once.
-    while Path(f"/proc/{owner}/maps").exists() and mapped(owner):
-        os.sched_yield()
+    wait_gone(shared.storages[0].pid)
     shapes = [(tuple(view.shape), tuple(view.stride()), view.dtype) for view in views]
     values = [float(views[0][9, 9]), float(views[2][0]), float(views[3][1, 2]), int(views[5])]
     mapped_before = len(mapped())

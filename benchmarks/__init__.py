@@ -1,0 +1,1 @@
+"""One script a claim; results with hardware, versions, date and command are in `results/`."""
