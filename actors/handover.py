@@ -129,12 +129,16 @@ class Handover:
         for rank, (member, slot_id) in enumerate(zip(self._members, plan.slots, strict=True)):
             is_new = slot_id in self._new.slot_ids
             memory = shared.get(slot_id) if is_new else None
-            preparing.append(member.prepare_move.remote(self._group, plan.for_rank(rank), plan.source[rank], memory, is_new))
+            preparing.append(
+                member.prepare_move.remote(self._group, plan.for_rank(rank), plan.source[rank], memory, is_new)
+            )
         self._wait(preparing, self._timeout_s, "the move to be prepared")
 
     def _move_and_certify(self, plan: MigrationPlan) -> None:
         with self._record.phase("move"):
-            reports = self._wait([m.move.remote(self._timeout_s) for m in self._members], self._timeout_s, "the state to move")
+            reports = self._wait(
+                [m.move.remote(self._timeout_s) for m in self._members], self._timeout_s, "the state to move"
+            )
         for part in ("local", "wire", "certify"):
             self._record.phases[part] = max(getattr(report, f"{part}_s") for report in reports)
         with self._record.phase("certify"):

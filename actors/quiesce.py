@@ -33,8 +33,12 @@ def pause(generation: Generation, wait: Wait, timeout_s: float) -> dict[int, Bou
         wait([rank.resume.remote() for rank in generation.ranks], timeout_s, "the ranks to go on")
         lead *= 2
         if lead > LONGEST_LEAD_STEPS:
-            raise ResizeFailed(f"no step within {LONGEST_LEAD_STEPS} of step {max(next_steps)} can be the last: the run is ending")
-    boundaries = wait([rank.wait_paused.remote(timeout_s) for rank in generation.ranks], timeout_s, f"step {last_step} to end")
+            raise ResizeFailed(
+                f"no step within {LONGEST_LEAD_STEPS} of step {max(next_steps)} can be the last: the run is ending"
+            )
+    boundaries = wait(
+        [rank.wait_paused.remote(timeout_s) for rank in generation.ranks], timeout_s, f"step {last_step} to end"
+    )
     paused = dict(enumerate(boundaries))
     _check_replicated(paused)
     return paused

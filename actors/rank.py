@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ray_etc.actors import sharing
-from ray_etc.actors.mover import MoveReport, Mover
+from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.session import Boundary, Context, GenerationReplaced, Load, Progress, open_session
 from ray_etc.actors.state import TrainState
 from ray_etc.actors.transports import close_group, get_group, open_group
@@ -64,6 +64,9 @@ class Rank:
 
     def __init__(self, context: Context, environment: dict[str, str]) -> None:
         os.environ.update(environment)
+        if ray.util.get_node_ip_address().startswith("127."):
+            for library in ("GLOO", "NCCL"):  # neither looks at loopback by itself
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         self._session = open_session(context)
         self._context = context
         self._store: dist.TCPStore | None = None

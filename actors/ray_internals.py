@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 
 def draining_nodes() -> dict[str, float | None]:
@@ -15,7 +16,10 @@ def draining_nodes() -> dict[str, float | None]:
     """
     from ray._private.state import state
 
-    return {node_id: (deadline_ms / 1000 if deadline_ms else None) for node_id, deadline_ms in state.get_draining_nodes().items()}
+    return {
+        node_id: (deadline_ms / 1000 if deadline_ms else None)
+        for node_id, deadline_ms in state.get_draining_nodes().items()
+    }
 
 
 def drain_node(node_id: str, deadline_s: float, why: str) -> None:
@@ -51,3 +55,8 @@ def train_run_context(run_config: Any, train_loop_config: dict[str, Any] | None,
     from ray.train.v2._internal.execution.context import TrainRunContext
 
     return TrainRunContext(run_config, train_loop_config, scaling_config, BackendConfig(), DataConfig())
+
+
+def is_about(death: RayActorError, actor: Any) -> bool:
+    """Whether an actor's death is that of `actor`."""
+    return death.actor_id == actor._actor_id.hex()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.plan import MigrationPlan
@@ -46,3 +47,21 @@ class ResizeRecord:
             yield
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - start
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, without the plan."""
+        return {
+            "generation": self.generation,
+            "reason": self.reason,
+            "parallel_from": asdict(self.parallel_from),
+            "parallel_to": asdict(self.parallel_to),
+            "nbytes_wire": self.nbytes_wire,
+            "nbytes_local": self.nbytes_local,
+            "nbytes_lower_bound": self.nbytes_lower_bound,
+            "pause_s": self.pause_s,
+            "phases": dict(self.phases),
+            "certified": self.certified,
+            "next_step": self.next_step,
+            "deadline": self.deadline,
+            "error": self.error,
+        }

@@ -282,7 +282,12 @@ class Session:
     def propose_last_step(self, step: int) -> bool:
         """Agree to pause after `step`. False where that is too late, or would leave nothing to train."""
         with self._changed:
-            if self._is_over or not self._marks or self._marks[-1].boundary.next_step > step or step >= self.total_steps - 1:
+            if (
+                self._is_over
+                or not self._marks
+                or self._marks[-1].boundary.next_step > step
+                or step >= self.total_steps - 1
+            ):
                 return False
             self._last_step = step
             return True
@@ -290,7 +295,9 @@ class Session:
     def wait_paused(self, timeout_s: float) -> Boundary:
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_paused or self._is_over, timeout_s) or not self._is_paused:
-                raise TimeoutError(f"the step boundary after step {self._last_step} was not reached within {timeout_s:.0f} s")
+                raise TimeoutError(
+                    f"the step boundary after step {self._last_step} was not reached within {timeout_s:.0f} s"
+                )
             return self._marks[-1].boundary
 
     def resume(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,8 +21,8 @@ from ray.train import ScalingConfig
 from ray_etc.actors.errors import ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob
 from ray_etc.actors.handover import Handover, start_generation
-from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.rank import Failed, Finished
+from ray_etc.actors.ray_internals import is_about, label_selector
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import Slot, SlotPool
 from ray_etc.actors.watcher import ClusterWatcher
@@ -45,6 +46,16 @@ PEER_DEATH_S = 20.0
 """How long after an error in a collective Ray may need to notice that a peer is dead."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """A configuration that the user asked for, and what was aimed for before, should it fail."""
+
+    parallel: ParallelConfig
+    done: Future[ResizeRecord]
+    wanted_before: int
+    chooser_before: Chooser
+
+
 class RunEnded(Exception):  # noqa: N818
     """The running generation ended, by itself or by an error, while something waited."""
 
@@ -62,7 +73,7 @@ class Controller:
         self.activity = "starting"
         self.wanted = scaling.max_workers
         self._watcher = ClusterWatcher()
-        self._request: tuple[ParallelConfig, Future[ResizeRecord]] | None = None
+        self._request: Request | None = None
         self._request_lock = threading.Lock()
         self._stop = threading.Event()
         self._leaving: list[tuple[Generation, float]] = []
@@ -77,10 +88,16 @@ class Controller:
         done: Future[ResizeRecord] = Future()
         with self._request_lock:
             if self._request is not None:
-                raise ResizeFailed(f"a resize to {self._request[0]} is already asked for")
-            self._request = (parallel, done)
+                raise ResizeFailed(f"a resize to {self._request.parallel} is already asked for")
+            self._request = Request(parallel, done, self.wanted, self.chooser)
             self.wanted, self.chooser = parallel.world_size, chooser
         return done
+
+    def withdraw(self, done: Future[ResizeRecord]) -> None:
+        """Take a request back that has not been answered."""
+        with self._request_lock:
+            if self._request is not None and self._request.done is done:
+                self._forget_request()
 
     def stop(self) -> None:
         self._stop.set()
@@ -184,7 +201,9 @@ class Controller:
         self.records.append(record)
         self.book.before_resize(record)
         self.activity = f"preparing {record.parallel_to} ({record.reason})"
-        logger.info("generation %d: %s -> %s, %s", record.generation, record.parallel_from, record.parallel_to, record.reason)
+        logger.info(
+            "generation %d: %s -> %s, %s", record.generation, record.parallel_from, record.parallel_to, record.reason
+        )
         nodes = {slot_id: str(self.slots[slot_id].node_id) for slot_id in slot_ids if slot_id in self.slots}
         held = {
             self.current.slots[rank].slot_id: self.current.entered[rank].layout for rank in self.current.survivors()
@@ -213,15 +232,21 @@ class Controller:
 
     def _answer_request(self, record: ResizeRecord, error: Exception | None = None) -> None:
         with self._request_lock:
-            if self._request is None or (self._request[0] != record.parallel_to and error is None):
+            request = self._request
+            if request is None or record.reason != "requested" or record.parallel_to != request.parallel:
                 return
-            if record.reason != "requested":
-                return
-            done, self._request = self._request[1], None
-        if error is None:
-            done.set_result(record)
-        else:
-            done.set_exception(ResizeFailed(str(error)))
+            if error is not None:
+                self._forget_request()
+                request.done.set_exception(ResizeFailed(record.error))
+            else:
+                self._request = None
+                request.done.set_result(record)
+
+    def _forget_request(self) -> None:
+        """Aim again for what was aimed for before the request; the lock is held."""
+        assert self._request is not None
+        self.wanted, self.chooser = self._request.wanted_before, self._request.chooser_before
+        self._request = None
 
     # Watching --------------------------------------------------------------------------------------------------------
 
@@ -233,7 +258,12 @@ class Controller:
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=TICK_S)
             for ref in done:
-                ray.get(ref)  # raises what the call raised
+                try:
+                    ray.get(ref)  # raises what the call raised
+                except RayActorError as death:
+                    self._take_death(death)
+                    self._check_still_worth_it(known_deaths, endangered)
+                    raise
             if not waiting:
                 break
             self._watch(0.0)
@@ -241,6 +271,13 @@ class Controller:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
         return ray.get(list(refs))
+
+    def _take_death(self, death: RayActorError) -> None:
+        """Note whose death a failed call tells of; its train loop's outcome would say so a moment later."""
+        for generation in filter(None, (self.current, self.preparing)):
+            for rank, actor in enumerate(generation.ranks):
+                if is_about(death, actor):
+                    generation.dead.setdefault(rank, death)
 
     def _check_still_worth_it(self, known_deaths: int, endangered: set[int]) -> None:
         assert self.current is not None
@@ -252,10 +289,12 @@ class Controller:
             raise RunEnded("the run was stopped")
         if self.preparing is None:
             return
-        for rank, death in self.preparing.dead.items():
-            raise ResizeFailed(f"rank {rank} of the new generation died: {str(death).splitlines()[0]}")
+        for rank in self.preparing.dead:
+            raise ResizeFailed(f"rank {rank} of the new generation died")
         for rank, outcome in self.preparing.outcomes.items():
-            why = outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned without training"
+            why = (
+                outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned without training"
+            )
             raise ResizeFailed(f"rank {rank} under {self.preparing.parallel} could not be built: {why}")
         now_endangered = {slot.slot_id for slot in self.slots.draining} - endangered
         if now_endangered & self.preparing.slot_ids:
@@ -301,7 +340,11 @@ class Controller:
         """Gather the ranks' reports; each is handed out once. Without `wait`, only what is there already."""
         progress = self.book.poll(generation, wait)
         record = self._unmeasured
-        if record is None or generation is not self.current or any(p is None or p.first_step_s is None for p in progress):
+        if (
+            record is None
+            or generation is not self.current
+            or any(p is None or p.first_step_s is None for p in progress)
+        ):
             return
         started = max(p.first_step_started_at or 0.0 for p in progress if p is not None)
         record.pause_s = started - (record.paused_at or started)
@@ -321,7 +364,7 @@ class Controller:
             if slot.slot_id in self.current.slot_ids and time.monotonic() > self._not_before
         }
         with self._request_lock:
-            requested = self._request[0] if self._request is not None else None
+            requested = self._request.parallel if self._request is not None else None
         return Situation(
             parallel=self.current.parallel,
             usable=tuple(slot.slot_id for slot in self.slots.usable),
@@ -345,7 +388,11 @@ class Controller:
 
     def _fewest(self) -> int:
         return next(
-            (n for n in range(max(1, self.scaling.min_workers), self.wanted + 1) if largest(self.chooser, n, lambda p: None)),
+            (
+                n
+                for n in range(max(1, self.scaling.min_workers), self.wanted + 1)
+                if largest(self.chooser, n, lambda p: None)
+            ),
             self.scaling.max_workers,
         )
 
@@ -383,7 +430,7 @@ class Controller:
         self.slots.close()
         with self._request_lock:
             if self._request is not None:
-                self._request[1].set_exception(ResizeFailed("the run has ended"))
+                self._request.done.set_exception(ResizeFailed("the run has ended"))
 
 
 def _is_collective_error(error: Exception) -> bool:

@@ -36,7 +36,9 @@ class ReportBook:
         for rank in generation.survivors():
             if rank not in polls:
                 polls[rank] = generation.ranks[rank].progress.remote()
-        ready, _ = ray.wait(list(polls.values()), num_returns=len(polls), timeout=5.0 if wait else 0) if polls else ([], [])
+        ready, _ = (
+            ray.wait(list(polls.values()), num_returns=len(polls), timeout=5.0 if wait else 0) if polls else ([], [])
+        )
         for rank, ref in list(polls.items()):
             if ref not in ready:
                 continue

@@ -74,7 +74,10 @@ class ElasticTrainer:
         self.run_config = run_config or RunConfig()
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         smallest, most = max(1, self.scaling_config.min_workers), self.scaling_config.max_workers
-        if isinstance(parallel, ParallelConfig) and most // parallel.model_parallel * parallel.model_parallel < smallest:
+        if (
+            isinstance(parallel, ParallelConfig)
+            and most // parallel.model_parallel * parallel.model_parallel < smallest
+        ):
             raise ValueError(
                 f"num_workers={self.scaling_config.num_workers} has no multiple of tensor_parallel="
                 f"{parallel.tensor_parallel} x pipeline_parallel={parallel.pipeline_parallel} = "
@@ -169,7 +172,12 @@ class ElasticRun:
         """
         target = self._target(num_workers, parallel)
         chooser = target.with_world_size if parallel is not None else self._controller.chooser
-        return self._controller.request(target, chooser).result(timeout_s)
+        done = self._controller.request(target, chooser)
+        try:
+            return done.result(timeout_s)
+        except TimeoutError:
+            self._controller.withdraw(done)
+            raise TimeoutError(f"{target} was not reached within {timeout_s:.0f} s: {self.status().activity}") from None
 
     def stop(self) -> None:
         """End the run at once; `result` then returns what was reported so far."""
@@ -195,7 +203,9 @@ class ElasticRun:
         target = parallel if parallel is not None else self._controller.chooser(num_workers or 0)
         low, high = self._scaling.min_workers, self._scaling.max_workers
         if not low <= target.world_size <= high:
-            raise ValueError(f"{target} needs {target.world_size} ranks, num_workers={self._scaling.num_workers} allows {low} to {high}")
+            raise ValueError(
+                f"{target} needs {target.world_size} ranks, num_workers={self._scaling.num_workers} allows {low} to {high}"
+            )
         problem = self._controller.check(target)
         if problem is not None:
             raise ValueError(problem)

@@ -10,6 +10,7 @@ os.environ.update(
     RAY_memory_monitor_refresh_ms="0",  # it counts the memory of every process on the machine
     RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",  # under `uv run` Ray would build an environment for each worker
     RAY_TRAIN_V2_ENABLED="1",
+    RAY_worker_niceness="0",  # by default Ray lets its workers starve beside anything else that runs
     OMP_NUM_THREADS="1",
 )
 

@@ -18,7 +18,9 @@ TENSORS = [
 
 @pytest.mark.parametrize("zero", [True, False])
 def test_tensors_keep_their_order_however_ranks_list_them(zero: bool) -> None:
-    layouts = expected_layouts(TENSORS, ParallelConfig(pipeline_parallel=2, data_parallel=2, distributed_optimizer=zero))
+    layouts = expected_layouts(
+        TENSORS, ParallelConfig(pipeline_parallel=2, data_parallel=2, distributed_optimizer=zero)
+    )
     known = known_tensors(layouts)
     for kind in ("param", "exp_avg"):
         assert [tensor for tensor in known if tensor.kind == kind] == [t for t in TENSORS if t.kind == kind]
@@ -30,7 +32,9 @@ def test_preview_tp2_to_tp2_dp2_keeps_what_is_in_place() -> None:
     plan = preview(held, ParallelConfig(tensor_parallel=2, data_parallel=2), nodes, nodes)
     plan.check()
     weights = 4 * 8 * 8 * 4
-    assert plan.nbytes_wire == plan.nbytes_lower_bound == weights + weights // 2  # new replicas' weights, half the moments
+    assert (
+        plan.nbytes_wire == plan.nbytes_lower_bound == weights + weights // 2
+    )  # new replicas' weights, half the moments
 
 
 def test_place_puts_a_tensor_group_on_one_node() -> None:

@@ -45,7 +45,9 @@ class Cursor:
 
 def check_parallel(parallel: ParallelConfig) -> None:
     if BATCH % parallel.data_parallel:
-        raise ValueError(f"batch {BATCH} cannot be split by data_parallel={parallel.data_parallel}; use a divisor of {BATCH}")
+        raise ValueError(
+            f"batch {BATCH} cannot be split by data_parallel={parallel.data_parallel}; use a divisor of {BATCH}"
+        )
 
 
 def split(parallel: ParallelConfig, data_rank: int) -> Box:

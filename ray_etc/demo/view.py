@@ -1,0 +1,124 @@
+"""The demo's one live view: where the training stands, and what each resize did."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+PHASES = {
+    "prepare": "prepare in the shadow",
+    "quiesce": "quiesce",
+    "local": "local bytes",
+    "wire": "wire bytes",
+    "certify": "certify",
+    "first_step": "first step",
+}
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+class View:
+    """A context; `show` draws the run as it stands."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._console = Console(highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=8, vertical_overflow="visible")
+        self._start = time.monotonic()
+        self._events: list[str] = []
+        self._losses: dict[int, float] = {}
+        self._last: Group | None = None
+        self._unbroken = ""
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+    def say(self, event: str) -> None:
+        line = f"{time.monotonic() - self._start:6.1f} s  {event}"
+        self._events.append(line)
+        if not self._console.is_terminal:
+            self._console.print(line)
+
+    def show(self, run: Any) -> None:
+        status = run.status()
+        metrics = status.metrics or {}
+        if metrics:
+            self._losses[status.step] = metrics["loss"]
+        line = Text()
+        line.append(f"step {status.step + 1}/{self._steps}", style="bold")
+        line.append(
+            f"   loss {metrics.get('loss', float('nan')):.4f}   {metrics.get('tokens_per_s', 0.0):,.0f} tokens/s   "
+        )
+        line.append(str(status.parallel or ""), style="bold cyan")
+        line.append(f"   generation {status.generation if status.generation is not None else '-'}")
+        self._last = Group(
+            line, Text(self._curve(), style="green"), Text(status.activity, style="dim"), _resizes(run.resizes)
+        )
+        self._draw()
+
+    def show_unbroken(self, run: Any) -> None:
+        self._unbroken = f"never resized: step {run.status().step + 1}/{self._steps}"
+        self._draw()
+
+    def conclude(self, summary: dict[str, Any], problems: list[str], tolerance: float) -> None:
+        self._unbroken = ""
+        verdict = (
+            f"largest difference in loss from a run that was never resized: {summary['loss_max_abs_difference']:.1e} "
+            f"(allowed: {tolerance:.0e}); every sample once and in order: {'yes' if summary['samples_in_order'] else 'NO'}"
+        )
+        self.say(verdict)
+        for problem in problems:
+            self.say(f"FAILED: {problem}")
+        if not problems:
+            self.say("every byte that moved was certified before it was used")
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._last is None:
+            return
+        events = Text("\n".join(self._events[-8:]))
+        self._live.update(Panel(Group(self._last, events, Text(self._unbroken)), title="ray_etc"))
+
+    def _curve(self) -> str:
+        """The loss so far as one line of bars."""
+        losses = [loss for _, loss in sorted(self._losses.items())]
+        if len(losses) < 2:
+            return ""
+        width = 80
+        sampled = (
+            [losses[i * (len(losses) - 1) // (width - 1)] for i in range(width)] if len(losses) > width else losses
+        )
+        low, high = min(sampled), max(sampled)
+        return "".join(BARS[1 + int((loss - low) / ((high - low) or 1.0) * (len(BARS) - 2))] for loss in sampled)
+
+
+def _resizes(records: list[Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("resize")
+    for title in PHASES.values():
+        table.add_column(title, justify="right")
+    for title in ("wire / least", "local", "pause"):
+        table.add_column(title, justify="right")
+    for record in records:
+        name = f"{record.generation} {record.parallel_from} → {record.parallel_to}, {record.reason}"
+        if record.error:
+            table.add_row(name, Text(record.error.splitlines()[0], style="red"))
+            continue
+        phases = [f"{record.phases[key]:.3f} s" if key in record.phases else "" for key in PHASES]
+        table.add_row(
+            name,
+            *phases,
+            f"{record.nbytes_wire / 1e6:.2f} / {record.nbytes_lower_bound / 1e6:.2f} MB" if record.plan else "",
+            f"{record.nbytes_local / 1e6:.2f} MB" if record.plan else "",
+            Text(f"{record.pause_s:.3f} s", style="bold") if record.pause_s is not None else "",
+        )
+    return table

@@ -1,0 +1,96 @@
+"""Failures scripted by event. In each the state is exact afterwards: bit for bit that of a run without any failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.train import WorkerGroupError
+from runs import check_exact, finish, start, wait_for_step, wait_until
+
+from ray_etc import ParallelConfig, ResizeFailed, StateLost
+from ray_etc.actors.faults import Fault
+
+pytestmark = pytest.mark.ray
+
+PLAIN = ParallelConfig(distributed_optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("die while preparing", "rank 1 of the new generation died"),
+        (Fault("round:0:packed", "kill"), "rank 1 of the new generation died|closed by peer|reset by peer"),
+        (Fault("round:0:unpacked", "corrupt", shard=1), r"1 moves failed their certificate: exp_avg weight\[0:30\]"),
+        (Fault("local:done", "raise"), "injected fault at local:done"),
+    ],
+    ids=[
+        "new rank dies while preparing",
+        "new rank dies in the handover",
+        "a corrupted byte",
+        "an error in the handover",
+    ],
+)
+def test_resize_fails_and_the_old_generation_goes_on(nodes: Any, tmp_path: Path, fault: Any, reason: str) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), faults={(1, 1): fault})
+    wait_for_step(run)
+    with pytest.raises(ResizeFailed, match=reason):
+        run.resize(parallel=ParallelConfig(data_parallel=2, distributed_optimizer=False))
+    assert run.status().parallel == ParallelConfig(data_parallel=2)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert [record.certified for record in result.resizes] == [False]
+    assert result.resizes[0].error is not None
+    assert {metrics["generation"] for ranks in result.reports.values() for [metrics] in ranks.values()} == {0}
+
+
+def test_rank_dies_in_plain_dp3_and_no_step_is_lost(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(3)
+    run = start(tmp_path, (1, 3), parallel=PLAIN, faults={(0, 1): ("die in step", 5)})
+    wait_until(run, lambda: run.status().generation == 1)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    [recovery, *_] = result.resizes
+    assert recovery.reason == "rank 1 died"
+    assert recovery.next_step == 5
+    assert recovery.certified
+
+
+def test_rank_dies_with_its_zero1_shard_and_the_error_names_it(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), faults={(0, 1): ("die in step", 5)})
+    message = "StateLost: rank 1 died, and the survivors do not hold the whole state"
+    with pytest.raises(WorkerGroupError, match=message) as caught:
+        run.result(90.0)
+    assert isinstance(caught.value.__cause__, StateLost)
+    assert "exp_avg weight offsets (30,) lengths (30,): 30 elements, 120 bytes" in str(caught.value)
+
+
+def test_node_dies_without_notice_in_plain_dp2(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(1)
+    doomed = nodes.add(1)
+    run = start(tmp_path, (1, 2), parallel=PLAIN)
+    wait_for_step(run)
+    nodes.kill(doomed)
+    wait_until(run, lambda: run.status().generation == 1)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert result.resizes[0].parallel_to.data_parallel == 1
+
+
+def test_leaving_rank_dies_in_the_handover(nodes: Any, tmp_path: Path) -> None:
+    """The old generation loses a rank while it stands still; what it held is on the other one."""
+    nodes.add(2)
+    fault = Fault("round:0:packed", "kill")
+    run = start(tmp_path, (1, 2), parallel=PLAIN, faults={(0, 0): fault, (0, 1): fault})
+    wait_for_step(run)
+    with pytest.raises(ResizeFailed):
+        run.resize(parallel=ParallelConfig(data_parallel=1, distributed_optimizer=True))
+    wait_until(run, lambda: run.status().generation == 1)
+    wait_for_step(run)
+    check_exact(finish(run, tmp_path))
