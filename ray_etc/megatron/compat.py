@@ -114,8 +114,10 @@ def adam_step(leaf: MegatronOptimizer) -> int:
 
 def set_adam_step(leaf: MegatronOptimizer, step: int) -> None:
     if isinstance(leaf.optimizer, torch.optim.Adam):
+        # A tensor for each: without Transformer Engine, Megatron's checkpoint loader leaves one that all parameters
+        # share, which torch then increments once a parameter.
         for state in leaf.optimizer.state.values():
-            state["step"].fill_(step)
+            state["step"] = torch.full_like(state["step"], step)
     else:
         for group in leaf.optimizer.param_groups:
             group["step"] = step
