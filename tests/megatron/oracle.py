@@ -34,13 +34,13 @@ def load_with_megatron(task: Task, folder: Path) -> None:
     """Fill `task`, under whatever configuration it is, from a checkpoint; its state keeps its memory."""
     content = _sharded(task, is_loading=True)
     saved = dist_checkpointing.load_tensors_metadata(str(folder)).keys()
-    (prefix,) = {p for p in MAIN_PARAM_PREFIXES if any(key.startswith(p) for key in saved)} or {None}
-    if prefix is None:
+    prefixes = [prefix for prefix in MAIN_PARAM_PREFIXES if any(key.startswith(prefix) for key in saved)]
+    if not prefixes:
         # fp32 without ZeRO-1: the weights are their own main weights, and are saved once.
         for tensors in content["optimizer"].get("param_state", {}).values():
             del tensors["param"]
     else:
-        content["optimizer"] = _map_values(content["optimizer"], partial(_main_params_named, prefix))
+        content["optimizer"] = _map_values(content["optimizer"], partial(_main_params_named, prefixes[0]))
     loaded = dist_checkpointing.load(content, str(folder))
     task.model.module.load_state_dict(loaded["model"], strict=False)
     (leaf,) = leaf_optimizers(task.optimizer)
