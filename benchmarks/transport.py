@@ -56,7 +56,8 @@ class Cluster:
         ]
 
     def actor(self, kind: type[Process], num_gpus: float, env: dict[str, str], strategy: Any = None) -> Any:
-        env = {"PYTHONPATH": os.getcwd(), "NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", **env}
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        env = {"PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", **env}
         options: dict[str, Any] = {"num_cpus": 0.5, "num_gpus": num_gpus, "runtime_env": {"env_vars": env}}
         if strategy is not None:
             options["scheduling_strategy"] = strategy
