@@ -42,6 +42,8 @@ RETRY_S = 10.0
 """After a resize that failed, wait so long before the next that nobody asked for."""
 LEAVE_S = 5.0
 """How long the `finally` blocks of a replaced train loop may take."""
+MOST_RECOVERIES = 3
+"""So often may the recovery from one death fail before the run ends."""
 PEER_DEATH_S = 20.0
 """How long after an error in a collective Ray may need to notice that a peer is dead."""
 
@@ -79,6 +81,7 @@ class Controller:
         self._leaving: list[tuple[Generation, float]] = []
         self._not_before = 0.0
         self._unmeasured: ResizeRecord | None = None
+        self._recoveries_failed = 0
         self._checked: dict[ParallelConfig, str | None] = {}
 
     # Called from other threads ---------------------------------------------------------------------------------------
@@ -184,16 +187,21 @@ class Controller:
         assert self.current is not None
         old = self.current
         record = ResizeRecord(old.number + 1, recover.reason, old.parallel, recover.parallel)
-        for rank in old.dead:
-            self.slots.mark_dead(old.slots[rank].slot_id)
         try:
             with record.phase("prepare"):
                 new = self._prepare(recover.slots, record)
             Handover(old, new, recover.slots, self.job, self._wait, record).carry_out()
             self._commit(new, record)
+            self._recoveries_failed = 0
         except Exception as error:
+            # The survivors stay where they are, so it can be tried again, unless what is missing is lost for good.
+            if self.preparing is not None:
+                self.preparing.kill()
+            self.preparing = None
+            self._recoveries_failed += 1
             self._give_up(record, error)
-            raise
+            if isinstance(error, StateLost) or self._stop.is_set() or self._recoveries_failed >= MOST_RECOVERIES:
+                raise
 
     def _prepare(self, slot_ids: Sequence[int], record: ResizeRecord) -> Generation:
         """Start the next generation in the shadow, its ranks where most of their state already is."""
@@ -277,7 +285,14 @@ class Controller:
         for generation in filter(None, (self.current, self.preparing)):
             for rank, actor in enumerate(generation.ranks):
                 if is_about(death, actor):
-                    generation.dead.setdefault(rank, death)
+                    self._note_death(generation, rank, death)
+
+    def _note_death(self, generation: Generation, rank: int, death: Exception) -> None:
+        """No rank is put in the slot again: Ray may take a while to see that the whole node is gone."""
+        generation.dead[rank] = death
+        slot_id = generation.slots[rank].slot_id
+        if generation is self.current and slot_id in self.slots:
+            self.slots.mark_dead(slot_id)
 
     def _check_still_worth_it(self, known_deaths: int, endangered: set[int]) -> None:
         assert self.current is not None
@@ -296,9 +311,9 @@ class Controller:
                 outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned without training"
             )
             raise ResizeFailed(f"rank {rank} under {self.preparing.parallel} could not be built: {why}")
-        now_endangered = {slot.slot_id for slot in self.slots.draining} - endangered
-        if now_endangered & self.preparing.slot_ids:
-            raise ResizeFailed("a node of the new generation began to drain")
+        for slot in self.preparing.slots:
+            if slot.is_dead or (slot.is_draining and slot.slot_id not in endangered):
+                raise ResizeFailed(f"a node of the new generation {'died' if slot.is_dead else 'began to drain'}")
 
     def _watch(self, timeout_s: float) -> None:
         """Take in what has happened: outcomes, nodes, slots, reports; and let go of generations that have left."""
@@ -334,7 +349,7 @@ class Controller:
             try:
                 generation.outcomes[rank] = ray.get(ref)
             except RayActorError as error:
-                generation.dead[rank] = error
+                self._note_death(generation, rank, error)
 
     def _collect(self, generation: Generation, wait: bool = False) -> None:
         """Gather the ranks' reports; each is handed out once. Without `wait`, only what is there already."""
