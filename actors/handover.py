@@ -21,6 +21,7 @@ from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.session import Boundary
 from ray_etc.planners.errors import StateMissing
 from ray_etc.planners.migrate import make_plan
+from ray_etc.planners.parallel import sources_of_streams
 from ray_etc.planners.plan import MigrationPlan
 
 
@@ -147,16 +148,12 @@ class Handover:
     def _load_and_commit(self, boundaries: dict[int, Boundary]) -> None:
         next_step = next(iter(boundaries.values())).next_step
         with self._record.phase("commit"):
+            held = {self._old.parallel.coordinate(r): boundary.small_state.streams for r, boundary in boundaries.items()}
             loading = []
             for rank, member in enumerate(self._new.ranks):
                 wanted = self._new.parallel.coordinate(rank)
-                replicated = next(iter(boundaries.values())).small_state["replicated"]
-                streams = {}
-                for old_rank, boundary in boundaries.items():
-                    coordinate = self._old.parallel.coordinate(old_rank)
-                    # Those of its own model shard: all that the rule for streams ever looks at.
-                    if (coordinate.tensor, coordinate.pipeline) == (wanted.tensor, wanted.pipeline):
-                        streams[coordinate] = boundary.small_state["streams"]
+                replicated = next(iter(boundaries.values())).small_state.replicated
+                streams = {at: held[at] for at in sources_of_streams(held, wanted)}
                 loading.append(member.load.remote(next_step, replicated, streams, self._timeout_s))
             self._wait(loading, self._timeout_s, "the small state to be loaded")
             self._record.certified = True

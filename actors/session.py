@@ -11,16 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
-
-SmallState = dict[str, dict[str, Any]]
-
 
 class GenerationReplaced(BaseException):
     """Unwinds the user's train loop in a generation whose state the next one has taken over."""
@@ -72,6 +70,8 @@ class Boundary:
     next_step: int
     small_state: SmallState
     ended_at: float
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of each replicated item; filled in where the boundary leaves the rank."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Load:
     """The small state of the old generation, for this rank to take over."""
 
     next_step: int
-    replicated: dict[str, Any]
-    streams: dict[Coordinate, dict[str, Any]]
+    replicated: bytes
+    streams: dict[Coordinate, bytes]
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,8 @@ class Session:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._first_step is not None or self._load is not None)
         if self._load is not None:
-            self._load_small_state(self._load)
+            load = self._load
+            load_small_state(state, load.replicated, load.streams, self.context.coordinate, load.next_step)
             with self._changed:
                 self._load = None
                 self._changed.notify_all()
@@ -204,14 +205,6 @@ class Session:
         assert self._first_step is not None
         self._record_boundary(self._first_step)
         return self._first_step
-
-    def _load_small_state(self, load: Load) -> None:
-        assert self.state is not None
-        for name, item in self.state.replicated.items():
-            item.load_state_dict(load.replicated[name])
-        for name, streams in self.state.streams.items():
-            by_coordinate = {coordinate: states[name] for coordinate, states in load.streams.items()}
-            streams.load_streams(by_coordinate, self.context.coordinate, load.next_step)
 
     def _before_update(self) -> None:
         with self._changed:
@@ -223,7 +216,7 @@ class Session:
 
     def _record_boundary(self, next_step: int) -> None:
         assert self.state is not None
-        boundary = Boundary(next_step, self.state.small_state(), time.time())
+        boundary = Boundary(next_step, SmallState.of(self.state), time.time())
         update_ended = _gpu_event()
         with self._changed:
             self._marks.append(Mark(boundary, self._update_began, update_ended))
@@ -298,7 +291,8 @@ class Session:
                 raise TimeoutError(
                     f"the step boundary after step {self._last_step} was not reached within {timeout_s:.0f} s"
                 )
-            return self._marks[-1].boundary
+            boundary = self._marks[-1].boundary
+        return replace(boundary, digests=boundary.small_state.digests())
 
     def resume(self) -> None:
         """No resize after all: go on with the next step."""
@@ -329,7 +323,7 @@ class Session:
                     f"rank {self.context.world_rank} is half-way through the update of step {self._current_step}"
                 )
             time.sleep(0.01)
-        return boundary
+        return replace(boundary, digests=boundary.small_state.digests())
 
     def _whole_boundary(self) -> Boundary | None:
         """The last boundary whose step the tensors hold now, or None while they change."""
@@ -352,6 +346,11 @@ def open_session(context: Context) -> Session:
     global _session
     _session = Session(context)
     return _session
+
+
+def is_first_generation() -> bool:
+    """Whether this process makes the training state anew, instead of taking over another generation's."""
+    return _session is None or _session.context.generation == 0
 
 
 def current_session() -> Session:

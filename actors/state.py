@@ -27,7 +27,13 @@ class Streams(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_streams(self, streams: Mapping[Coordinate, dict[str, Any]], coordinate: Coordinate, step: int) -> None:
-        """Take the stream that belongs to `coordinate` from those of the old generation, or make a new one by rule."""
+        """Take the stream that belongs to `coordinate` from those of the old generation, or make a new one by rule.
+
+        Args:
+            streams: of the old ranks that `sources_of_streams` names for `coordinate`; none for a new pipeline stage.
+            coordinate: of this rank.
+            step: the next one to be trained.
+        """
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,6 +13,25 @@ class Coordinate(NamedTuple):
     tensor: int
     data: int
     pipeline: int
+
+
+def nearest(held: Collection[Coordinate], wanted: Coordinate) -> Coordinate:
+    """Whose state `wanted` goes on with: the same data index where there is one, else the lowest; then likewise tensor.
+
+    The data index first, so that all ranks of a new tensor-parallel group go on with those of one old group.
+    """
+    return min(held, key=lambda at: (at.data != wanted.data, at.data, at.tensor != wanted.tensor, at.tensor))
+
+
+def sources_of_streams(held: Collection[Coordinate], wanted: Coordinate) -> set[Coordinate]:
+    """The at most two old ranks whose streams the new rank at `wanted` may go on with.
+
+    One is the nearest of its pipeline stage, whatever its tensor index: what a tensor-parallel group must draw alike
+    comes from there. The other is the nearest with its own tensor index too, for what each rank draws for itself.
+    """
+    stage = [at for at in held if at.pipeline == wanted.pipeline]
+    own = [at for at in stage if at.tensor == wanted.tensor]
+    return {nearest(candidates, wanted) for candidates in (stage, own) if candidates}
 
 
 @dataclass(frozen=True, slots=True)

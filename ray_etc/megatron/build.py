@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from ray_etc.actors.session import is_first_generation
 from ray_etc.megatron import cpu
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.data import SampleLoader, open_tokens
@@ -41,9 +42,10 @@ def build(
     global_batch_size: int,
     micro_batch_size: int = 1,
     seed: int = 1234,
-    initialize: bool = True,
 ) -> Task:
     """Build a GPT under `parallel`, ready to train. Every rank of torch.distributed's default group calls it.
+
+    In a generation that takes its state from another the weights are left unset until then.
 
     Args:
         model: the shape of the model, as a GPTConfig or a mapping of its fields.
@@ -54,7 +56,6 @@ def build(
         global_batch_size: samples a step, over all ranks; never changes in a run.
         micro_batch_size: samples in one forward pass of one rank.
         seed: of the weights, the order of the samples, and dropout.
-        initialize: False leaves the weights unset, for a generation that takes them from another.
     """
     config = GPTConfig.of(model)
     batch = BatchConfig(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
@@ -74,7 +75,7 @@ def build(
     )
     _initialize_microbatches(batch, parallel)
     seed_streams(seed, parallel_state.get_pipeline_model_parallel_rank())
-    module = _wrap(_gpt(config, parallel, initialize=initialize), parallel)
+    module = _wrap(_gpt(config, parallel), parallel)
     megatron_optimizer = get_megatron_optimizer(
         settings.to_megatron(config.dtype, distributed=parallel.distributed_optimizer), [module]
     )
@@ -126,7 +127,7 @@ def _initialize_microbatches(batch: BatchConfig, parallel: ParallelConfig) -> No
     )
 
 
-def _gpt(config: GPTConfig, parallel: ParallelConfig, *, initialize: bool) -> GPTModel:
+def _gpt(config: GPTConfig, parallel: ParallelConfig) -> GPTModel:
     transformer = TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -148,7 +149,7 @@ def _gpt(config: GPTConfig, parallel: ParallelConfig, *, initialize: bool) -> GP
         params_dtype=config.dtype,
         pipeline_dtype=config.dtype,
         attention_softmax_in_fp32=True,
-        perform_initialization=initialize,
+        perform_initialization=is_first_generation(),
         # The fused kernels come with Apex and Transformer Engine; the local layers do without.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 
-from ray_etc.planners.parallel import Coordinate
+from ray_etc.planners.parallel import Coordinate, nearest
 
 # Megatron gives each pipeline stage a seed of its own by this stride, so that its layers start out different.
 PIPELINE_SEED_STRIDE = 100
@@ -60,7 +60,7 @@ class RandomStreams:
         same_split = {at: state for at, state in same_stage.items() if at.tensor == coordinate.tensor}
         tracker_states = get_cuda_rng_tracker().get_states()
         if same_stage:
-            shared = _nearest(same_stage, coordinate)["shared"]
+            shared = same_stage[nearest(same_stage, coordinate)]["shared"]
             random.setstate(shared["python"])
             np.random.set_state(shared["numpy"])
             torch.set_rng_state(shared["torch"])
@@ -73,16 +73,12 @@ class RandomStreams:
             torch.cuda.manual_seed(seed)
             tracker_states[get_data_parallel_rng_tracker_name()] = _seeded_state(seed)
         if same_split:
-            tracker_states.update(_nearest(same_split, coordinate)["split"])
+            tracker_states.update(same_split[nearest(same_split, coordinate)]["split"])
         else:
             for index, name in enumerate(sorted(set(tracker_states) - {get_data_parallel_rng_tracker_name()})):
                 seed = _fresh_seed(self.seed, step, coordinate.pipeline, coordinate.tensor, index)
                 tracker_states[name] = _seeded_state(seed)
         get_cuda_rng_tracker().set_states(tracker_states)
-
-
-def _nearest(streams: Mapping[Coordinate, dict[str, Any]], to: Coordinate) -> dict[str, Any]:
-    return streams[min(streams, key=lambda at: (at.data != to.data, at.data, at.tensor != to.tensor, at.tensor))]
 
 
 def _fresh_seed(*words: int) -> int:

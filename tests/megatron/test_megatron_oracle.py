@@ -24,7 +24,7 @@ def train_and_save(config: ParallelConfig, folder: Path, **model: Any) -> tuple[
 
 
 def load_and_train(config: ParallelConfig, folder: Path, **model: Any) -> tuple[RankShards, list[float]]:
-    task = build(config, initialize=False, **model)
+    task = build(config, **model)
     load_with_megatron(task, folder)
     return read(task.state), [task.train_step()["loss"] for _ in range(2)]
 

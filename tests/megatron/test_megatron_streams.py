@@ -108,7 +108,7 @@ def test_dropout_goes_on_after_tp1_to_tp2(sp: bool) -> None:
         return read(task.state), task.state.small_state(), losses
 
     def go_on(tensors: Any, small: Any) -> Any:
-        task = build(parallel(tp=2, sp=sp), dropout=0.2, initialize=False)
+        task = build(parallel(tp=2, sp=sp), dropout=0.2)
         load(task.state, tensors, small)
         streams = {Coordinate(0, 0, 0): small["streams"]["random"]}
         task.state.streams["random"].load_streams(streams, Coordinate(torch.distributed.get_rank(), 0, 0), 2)

@@ -35,7 +35,7 @@ CONFIGURATIONS = [
 
 def train(config: ParallelConfig, steps: int, start: tuple[Logical, dict] | None = None, **model: Any) -> dict:
     """Train from the start, or from the logical state of another configuration."""
-    task = build(config, initialize=start is None, **model)
+    task = build(config, **model)
     if start is not None:
         load(task.state, *start)
     reports = [task.train_step() for _ in range(steps)]
@@ -116,7 +116,7 @@ def test_padding_of_the_vocabulary_changes_nothing(padded: int, monkeypatch: pyt
     monkeypatch.setattr(GPTConfig, "padded_vocab_size", lambda self, tensor_parallel: padded)
 
     def train_and_look(config: ParallelConfig) -> tuple[list[float], float]:
-        task = build(config, initialize=False)
+        task = build(config)
         load(task.state, *start)
         losses = [task.train_step()["loss"] for _ in range(2)]
         module = task.model.module

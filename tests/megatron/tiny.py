@@ -30,7 +30,6 @@ def parallel(tp: int = 1, pp: int = 1, dp: int = 1, *, sp: bool = False, zero: b
 def build(
     config: ParallelConfig,
     *,
-    initialize: bool = True,
     seed: int = 7,
     data: Path | None = None,
     global_batch_size: int = 8,
@@ -43,6 +42,5 @@ def build(
         data=data,
         global_batch_size=global_batch_size,
         micro_batch_size=2,
-        initialize=initialize,
         seed=seed,
     )
