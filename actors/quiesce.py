@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
-import torch
+from collections.abc import Mapping
 
 from ray_etc.actors.errors import ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, Wait
@@ -73,21 +69,9 @@ def _check_replicated(boundaries: Mapping[int, Boundary]) -> None:
     """Replicated state is taken from one rank, so it must be equal on all."""
     first_rank, first = next(iter(boundaries.items()))
     for rank, boundary in boundaries.items():
-        for name, value in boundary.small_state["replicated"].items():
-            if not _is_equal(value, first.small_state["replicated"][name]):
+        for name, digest in boundary.digests.items():
+            if digest != first.digests[name]:
                 raise ResizeFailed(
                     f"{name!r} is registered as replicated, but ranks {first_rank} and {rank} differ at step "
                     f"{boundary.next_step}: register it under `streams`, by coordinate"
                 )
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.array_equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
-    if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str | bytes):
-        return len(a) == len(b) and all(_is_equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)

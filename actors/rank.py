@@ -174,7 +174,7 @@ class Rank:
 
     @ray.method(concurrency_group="control")
     def load(
-        self, next_step: int, replicated: dict[str, Any], streams: dict[Coordinate, dict[str, Any]], timeout_s: float
+        self, next_step: int, replicated: bytes, streams: dict[Coordinate, bytes], timeout_s: float
     ) -> None:
         self._session.load(Load(next_step, replicated, streams), timeout_s)
 

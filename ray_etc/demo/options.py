@@ -11,7 +11,7 @@ from pathlib import Path
 class DemoOptions:
     """Train a small GPT while nodes join and leave, and compare it with a run that was never resized."""
 
-    steps: int = 100
+    steps: int = 80
     """Steps to train."""
     seed: int = 1234
     """Seed of the weights and of the order of the samples."""
@@ -28,7 +28,8 @@ class DemoOptions:
             raise ValueError(f"--steps {self.steps} leaves no room for three resizes; use at least 40")
         if self.data is not None and not any(Path(f"{self.data}{suffix}").exists() for suffix in ("", ".bin")):
             raise ValueError(
-                f"--data {self.data} does not exist: give a text file, a folder, or the prefix of a Megatron .bin/.idx pair"
+                f"--data {self.data} does not exist: give a text file, a folder, or the prefix of a Megatron "
+                ".bin/.idx pair"
             )
 
 
@@ -39,6 +40,7 @@ def set_environment() -> None:
         RAY_AUTH_MODE="disabled",  # a local ray.init() would write a token that later clusters refuse
         RAY_memory_monitor_refresh_ms="0",  # it counts the memory of every process on the machine
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",  # under `uv run` Ray would build an environment for each worker
+        RAY_worker_niceness="0",  # by default Ray lets its workers starve beside anything else that runs
         RAY_TRAIN_V2_ENABLED="1",
         RAY_DEDUP_LOGS="1",
         NCCL_NVLS_ENABLE="0",

@@ -8,7 +8,6 @@ from typing import Any, Self
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 PHASES = {
@@ -71,11 +70,9 @@ class View:
 
     def conclude(self, summary: dict[str, Any], problems: list[str], tolerance: float) -> None:
         self._unbroken = ""
-        verdict = (
-            f"largest difference in loss from a run that was never resized: {summary['loss_max_abs_difference']:.1e} "
-            f"(allowed: {tolerance:.0e}); every sample once and in order: {'yes' if summary['samples_in_order'] else 'NO'}"
-        )
-        self.say(verdict)
+        difference = summary["loss_max_abs_difference"]
+        self.say(f"largest difference in loss from the run without resizes: {difference:.1e} (allowed {tolerance:.0e})")
+        self.say(f"every sample once and in order: {'yes' if summary['samples_in_order'] else 'NO'}")
         for problem in problems:
             self.say(f"FAILED: {problem}")
         if not problems:
@@ -97,28 +94,31 @@ class View:
         sampled = (
             [losses[i * (len(losses) - 1) // (width - 1)] for i in range(width)] if len(losses) > width else losses
         )
-        low, high = min(sampled), max(sampled)
-        return "".join(BARS[1 + int((loss - low) / ((high - low) or 1.0) * (len(BARS) - 2))] for loss in sampled)
+        low, high = min(losses), max(losses)
+        return "".join(BARS[1 + int((loss - low) / ((high - low) or 1.0) * (len(BARS) - 2))] for loss in losses)
 
 
-def _resizes(records: list[Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("resize")
-    for title in PHASES.values():
-        table.add_column(title, justify="right")
-    for title in ("wire / least", "local", "pause"):
-        table.add_column(title, justify="right")
+def _resizes(records: list[Any]) -> Text:
+    """Three lines a resize: what changed and the pause, the phases, the bytes."""
+    text = Text()
     for record in records:
-        name = f"{record.generation} {record.parallel_from} → {record.parallel_to}, {record.reason}"
+        text.append(f"resize {record.generation}  {record.parallel_from} → {record.parallel_to}", style="cyan")
+        text.append(f"  {record.reason}")
         if record.error:
-            table.add_row(name, Text(record.error.splitlines()[0], style="red"))
+            text.append(f"\n  given up: {record.error.splitlines()[0]}\n", style="red")
             continue
-        phases = [f"{record.phases[key]:.3f} s" if key in record.phases else "" for key in PHASES]
-        table.add_row(
-            name,
-            *phases,
-            f"{record.nbytes_wire / 1e6:.2f} / {record.nbytes_lower_bound / 1e6:.2f} MB" if record.plan else "",
-            f"{record.nbytes_local / 1e6:.2f} MB" if record.plan else "",
-            Text(f"{record.pause_s:.3f} s", style="bold") if record.pause_s is not None else "",
-        )
-    return table
+        if record.pause_s is not None:
+            text.append(f"  pause {_duration(record.pause_s)}", style="bold")
+        phases = [f"{title} {_duration(record.phases[key])}" for key, title in PHASES.items() if key in record.phases]
+        text.append(f"\n  {', '.join(phases)}\n", style="dim")
+        if record.plan is not None:
+            text.append(
+                f"  {record.nbytes_wire / 1e6:.2f} MB over the wire (least possible "
+                f"{record.nbytes_lower_bound / 1e6:.2f} MB), {record.nbytes_local / 1e6:.2f} MB stayed in their slots"
+                f"{', certified' if record.certified else ''}\n"
+            )
+    return text
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
