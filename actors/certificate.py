@@ -60,11 +60,10 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
         words, count = piece.reshape(-1), piece.numel()
         if halves == 2:
             # Words of 32 bits at most: two 64-bit elements that differ in their sign bit only could otherwise swap.
-            part = ((words >> 32) * weights[count : 2 * count]).sum()
-            words = words & 0xFFFFFFFF
+            upper = ((words >> 32) * weights[count : 2 * count]).sum()
+            part = upper + ((words & 0xFFFFFFFF) * weights[:count]).sum()
         else:
-            part = 0
-        part = part + (words * weights[:count]).sum()
+            part = (words * weights[:count]).sum()
         total = total + part * _signed(_mix(PIECE_SALT + index) | 1)
     return total
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -64,7 +64,9 @@ class Generation:
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=0),
                 "runtime_env": job.runtime_env or None,
             }
-            generation.ranks.append(Rank.options(**options).remote(context, _environment(slot, context, job)))
+            generation.ranks.append(
+                cast(Any, Rank).options(**options).remote(context, _environment(slot, context, job))
+            )
         return generation
 
     def start_loops(self, store: tuple[str, int], job: TrainJob) -> None:
@@ -78,9 +80,9 @@ class Generation:
     def slot_ids(self) -> set[int]:
         return {slot.slot_id for slot in self.slots}
 
-    def rank_in(self, slot_id: int) -> int | None:
-        """The rank in a slot, or None."""
-        return next((rank for rank, slot in enumerate(self.slots) if slot.slot_id == slot_id), None)
+    def actor_in(self, slot_id: int) -> Any:
+        """The rank in a slot."""
+        return next(actor for actor, slot in zip(self.ranks, self.slots, strict=True) if slot.slot_id == slot_id)
 
     def survivors(self) -> list[int]:
         return [rank for rank in range(len(self.ranks)) if rank not in self.dead]

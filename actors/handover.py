@@ -115,7 +115,7 @@ class Handover:
         """One process a slot: the new rank where there is one, the old one in a slot that is leaving."""
         for slot_id in plan.slots:
             generation = self._new if slot_id in self._new.slot_ids else self._old
-            self._members.append(generation.ranks[generation.rank_in(slot_id)])
+            self._members.append(generation.actor_in(slot_id))
         backend = "ETC_NCCL" if self._job.resources.get("GPU") else "ETC_GLOO"
         size = len(self._members)
         opening = [m.open_migration.remote(backend, self._group, rank, size) for rank, m in enumerate(self._members)]
@@ -148,7 +148,9 @@ class Handover:
     def _load_and_commit(self, boundaries: dict[int, Boundary]) -> None:
         next_step = next(iter(boundaries.values())).next_step
         with self._record.phase("commit"):
-            held = {self._old.parallel.coordinate(r): boundary.small_state.streams for r, boundary in boundaries.items()}
+            held = {
+                self._old.parallel.coordinate(r): boundary.small_state.streams for r, boundary in boundaries.items()
+            }
             loading = []
             for rank, member in enumerate(self._new.ranks):
                 wanted = self._new.parallel.coordinate(rank)

@@ -173,9 +173,7 @@ class Rank:
         return self._mover.run(timeout_s, self._session.on_move_event)
 
     @ray.method(concurrency_group="control")
-    def load(
-        self, next_step: int, replicated: bytes, streams: dict[Coordinate, bytes], timeout_s: float
-    ) -> None:
+    def load(self, next_step: int, replicated: bytes, streams: dict[Coordinate, bytes], timeout_s: float) -> None:
         self._session.load(Load(next_step, replicated, streams), timeout_s)
 
     @ray.method(concurrency_group="control")

@@ -28,7 +28,7 @@ def drain_node(node_id: str, deadline_s: float, why: str) -> None:
     Raises:
         RuntimeError: Ray did not accept, with its reason.
     """
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 
     gcs = GcsClient(address=ray.get_runtime_context().gcs_address)

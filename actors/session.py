@@ -20,6 +20,7 @@ from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 
+
 class GenerationReplaced(BaseException):
     """Unwinds the user's train loop in a generation whose state the next one has taken over."""
 

@@ -52,8 +52,8 @@ def load_small_state(
     for name, item in state.replicated.items():
         item.load_state_dict(values[name])
     by_coordinate = {old: pickle.loads(packed) for old, packed in streams.items()}
-    for name, item in state.streams.items():
-        item.load_streams({old: states[name] for old, states in by_coordinate.items()}, coordinate, step)
+    for name, stream in state.streams.items():
+        stream.load_streams({old: states[name] for old, states in by_coordinate.items()}, coordinate, step)
 
 
 def _digest(value: Any) -> str:

@@ -46,7 +46,9 @@ class StateShard:
 
     def __post_init__(self) -> None:
         if tuple(self.view.shape) != self.box.lengths:
-            raise ValueError(f"{self.tensor.key}: view of shape {tuple(self.view.shape)} for a box of {self.box.lengths}")
+            raise ValueError(
+                f"{self.tensor.key}: view of shape {tuple(self.view.shape)} for a box of {self.box.lengths}"
+            )
 
 
 class TrainState:

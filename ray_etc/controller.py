@@ -317,16 +317,9 @@ class Controller:
 
     def _watch(self, timeout_s: float) -> None:
         """Take in what has happened: outcomes, nodes, slots, reports; and let go of generations that have left."""
-        for generation in filter(None, (self.current, self.preparing)):
-            self._take_outcomes(generation, timeout_s)
-            timeout_s = 0.0
-        if timeout_s:
-            time.sleep(timeout_s)
+        self._take_outcomes(timeout_s)
         self.slots.poll(self._watcher.poll())
-        in_use = set[int]()
-        for generation in [self.current, self.preparing, *(left for left, _ in self._leaving)]:
-            in_use |= generation.slot_ids if generation is not None else set()
-        self.slots.want(self.wanted, in_use)
+        self.slots.want(self.wanted, {slot_id for generation in self._generations() for slot_id in generation.slot_ids})
         for left, deadline in list(self._leaving):
             gone, _ = ray.wait(left.outcome_refs, num_returns=len(left.outcome_refs), timeout=0)
             if len(gone) == len(left.outcome_refs) or time.monotonic() > deadline:
@@ -335,17 +328,25 @@ class Controller:
         if self.current is not None and self.current.entered:
             self._collect(self.current)
 
-    def _take_outcomes(self, generation: Generation, timeout_s: float) -> None:
+    def _generations(self) -> list[Generation]:
+        """All that have processes, also those that are on their way out."""
+        return [*filter(None, (self.current, self.preparing)), *(left for left, _ in self._leaving)]
+
+    def _take_outcomes(self, timeout_s: float) -> None:
+        """What has come of train loops; waits so long for the first news."""
         open_refs = {
-            ref: rank
+            ref: (generation, rank)
+            for generation in filter(None, (self.current, self.preparing))
             for rank, ref in enumerate(generation.outcome_refs)
             if rank not in generation.outcomes and rank not in generation.dead
         }
         if not open_refs:
+            time.sleep(timeout_s)
             return
-        done, _ = ray.wait(list(open_refs), num_returns=1, timeout=timeout_s)
+        ray.wait(list(open_refs), num_returns=1, timeout=timeout_s)
+        done, _ = ray.wait(list(open_refs), num_returns=len(open_refs), timeout=0)
         for ref in done:
-            rank = open_refs[ref]
+            generation, rank = open_refs[ref]
             try:
                 generation.outcomes[rank] = ray.get(ref)
             except RayActorError as error:
@@ -414,7 +415,7 @@ class Controller:
     # Ending ----------------------------------------------------------------------------------------------------------
 
     def _ended(self) -> Finished | None:
-        """What the generation came to, once that is clear; None while ranks still train or a peer's death explains it."""
+        """What the generation came to; None while ranks still train, or where a peer's death explains an error."""
         assert self.current is not None
         failed = {rank: outcome for rank, outcome in self.current.outcomes.items() if isinstance(outcome, Failed)}
         if failed:
@@ -439,9 +440,8 @@ class Controller:
 
     def _close(self) -> None:
         self.activity = "ended"
-        for generation in [self.current, self.preparing, *(left for left, _ in self._leaving)]:
-            if generation is not None:
-                generation.kill()
+        for generation in self._generations():
+            generation.kill()
         self.slots.close()
         with self._request_lock:
             if self._request is not None:

@@ -30,7 +30,7 @@ class ReportBook:
         self._progress: dict[int, list[Progress | None]] = {}
 
     def poll(self, generation: Generation, wait: bool) -> list[Progress | None]:
-        """Each rank's last known progress; one question a rank is under way at a time, so a stuck rank costs nothing."""
+        """Each rank's last known progress. One question a rank is under way at a time: a stuck rank costs nothing."""
         polls = self._polls.setdefault(generation.number, {})
         progress = self._progress.setdefault(generation.number, [None] * len(generation.ranks))
         for rank in generation.survivors():
@@ -99,8 +99,7 @@ class ReportBook:
         outcome = failed[rank]
         where = f"step {outcome.step}" if outcome.step is not None else "before its first step"
         message = (
-            f"{type(outcome.error).__name__}: {outcome.error}\n"
-            f"raised on rank {rank} ({generation.parallel.coordinate(rank)}) of generation {generation.number}, {where}:\n"
-            f"{outcome.traceback}"
+            f"{type(outcome.error).__name__}: {outcome.error}\nraised on rank {rank} "
+            f"({generation.parallel.coordinate(rank)}) of generation {generation.number}, {where}:\n{outcome.traceback}"
         )
         raise WorkerGroupError(message, errors) from outcome.error

@@ -203,9 +203,8 @@ class ElasticRun:
         target = parallel if parallel is not None else self._controller.chooser(num_workers or 0)
         low, high = self._scaling.min_workers, self._scaling.max_workers
         if not low <= target.world_size <= high:
-            raise ValueError(
-                f"{target} needs {target.world_size} ranks, num_workers={self._scaling.num_workers} allows {low} to {high}"
-            )
+            allowed = f"num_workers={self._scaling.num_workers} allows {low} to {high}"
+            raise ValueError(f"{target} needs {target.world_size} ranks, {allowed}")
         problem = self._controller.check(target)
         if problem is not None:
             raise ValueError(problem)

@@ -90,10 +90,9 @@ class View:
         losses = [loss for _, loss in sorted(self._losses.items())]
         if len(losses) < 2:
             return ""
-        width = 80
-        sampled = (
-            [losses[i * (len(losses) - 1) // (width - 1)] for i in range(width)] if len(losses) > width else losses
-        )
+        width = 72
+        if len(losses) > width:
+            losses = [losses[i * (len(losses) - 1) // (width - 1)] for i in range(width)]
         low, high = min(losses), max(losses)
         return "".join(BARS[1 + int((loss - low) / ((high - low) or 1.0) * (len(BARS) - 2))] for loss in losses)
 

@@ -150,6 +150,8 @@ def sharing_body(rank: int, board: Board) -> Any:
         parameter = torch.nn.Parameter(torch.empty(0, device="cuda"))
         parameter.data = buffer[MIB : 2 * MIB].view(1024, 1024)
         torch.cuda.synchronize()
+        # As every rank does when its generation starts. The first time makes torch's streams, and CUDA lets that wait.
+        sharing.share([parameter])
         # A kernel that runs for seconds on the default stream must hold up neither the owner nor the reader.
         torch.cuda._sleep(10_000_000_000)
         start = time.monotonic()

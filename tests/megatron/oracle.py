@@ -6,13 +6,18 @@ tensor, ZeRO-1 shards are gathered and cut again by Megatron, and padding is gro
 
 from __future__ import annotations
 
-from dataclasses import replace
+import queue
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -27,6 +32,8 @@ MAIN_PARAM_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 def save_with_megatron(task: Task, folder: Path) -> None:
     """Write a checkpoint of the whole state into an empty folder that all ranks see."""
     content = {**_sharded(task, is_loading=False), "replicated": task.state.small_state()["replicated"]}
+    # A save that waits for itself needs no helper process to collect its results.
+    filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(content, str(folder))
 
 
@@ -51,6 +58,75 @@ def load_with_megatron(task: Task, folder: Path) -> None:
             _load_plain(leaf, loaded["optimizer"])
     for name, item in task.state.replicated.items():
         item.load_state_dict(loaded["replicated"][name])
+
+
+@dataclass(frozen=True)
+class NamedPart:
+    """One rank's part of one tensor of a checkpoint."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: torch.Tensor
+
+
+def parts_by_megatron(task: Task) -> list[NamedPart]:
+    """What this rank would write into a checkpoint. All ranks call it, because ZeRO-1 gathers."""
+    parts = []
+    values: list[Any] = list(nested_values(_sharded(task, is_loading=False)))
+    while values:
+        value = values.pop()
+        if isinstance(value, ShardedTensorFactory):
+            values.extend(nested_values(value.build()))
+        elif isinstance(value, ShardedTensor):
+            units = value.prepend_axis_num
+            shape = list(value.global_shape)
+            if value.allow_shape_mismatch:  # the padded vocabulary
+                shape[units] = task.config.vocab_size
+            data = value.data.detach().clone().view(*[1] * units, *value.local_shape)
+            parts.append(NamedPart(_main_params_named("main.", value).key, tuple(shape), value.global_offset, data))
+    return parts
+
+
+def whole_by_megatron(ranks: Iterable[list[NamedPart]]) -> dict[str, torch.Tensor]:
+    """The tensors by Megatron's names, without padding. Fails where an element is held by no rank, or not alike."""
+    tensors: dict[str, torch.Tensor] = {}
+    written: dict[str, torch.Tensor] = {}
+    for part in (part for parts in ranks for part in parts):
+        whole = tensors.setdefault(part.key, torch.zeros(part.shape, dtype=part.values.dtype))
+        done = written.setdefault(part.key, torch.zeros(part.shape, dtype=torch.bool))
+        assert tuple(whole.shape) == part.shape, f"ranks disagree on the shape of {part.key}"
+        index = tuple(slice(first, first + n) for first, n in zip(part.offset, part.values.shape, strict=True))
+        target, there = whole[index], done[index]
+        values = part.values[tuple(slice(n) for n in target.shape)]
+        assert same_bits(target[there], values[there]), f"replicas of {part.key} differ"
+        target.copy_(values)
+        there.fill_(True)
+    assert not [key for key, done in written.items() if not bool(done.all())], "elements that no rank holds"
+    for key in [key for key in tensors if key.startswith("main.")]:
+        # An fp32 weight is its own main weight, which Megatron saves once more with ZeRO-1 only.
+        weight = tensors[key.removeprefix("main.")]
+        if weight.dtype == tensors[key].dtype:
+            assert same_bits(tensors.pop(key), weight)
+    return tensors
+
+
+def memory_by_megatron(task: Task) -> dict[str, torch.Tensor]:
+    """A copy of all that this rank trains with, padding and all, as the model and the optimizers hold it."""
+    held: dict[str, torch.Tensor] = {f"param {name}": param for name, param in task.model.named_parameters()}
+    for leaf in leaf_optimizers(task.optimizer):
+        for group, params in enumerate(group["params"] for group in leaf.optimizer.param_groups):
+            for position, main in enumerate(params):
+                for kind, value in {"main": main, **leaf.optimizer.state[main]}.items():
+                    held[f"{kind} {group}.{position}"] = value
+    return {name: value.detach().clone() for name, value in held.items()}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Unlike `torch.equal`, true for the same NaN and false for zeros of different signs."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).contiguous().view(torch.uint8), b.reshape(-1).contiguous().view(torch.uint8))
 
 
 def _sharded(task: Task, *, is_loading: bool) -> dict[str, Any]:

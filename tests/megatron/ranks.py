@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,61 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
             said = [f"rank {rank}: {path.read_text()}" for rank, path in enumerate(reports) if path.exists()]
             raise RanksFailedError("\n".join(said) or f"no answer within {timeout_s} s")
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+class Worker:
+    """A rank that lives on: it hosts the object that `make` returns there, and calls its methods one after another."""
+
+    def __init__(self, make: Callable[[], Any], rank: int, world_size: int, folder: Path, timeout_s: float) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._who, self._error, self._timeout_s = f"rank {rank}", folder / f"error{rank}", timeout_s
+        self._pid = _fork(partial(_serve, theirs, make), rank, world_size, folder, timeout_s)
+        theirs.close()
+
+    def start(self, method: str, *args: Any) -> None:
+        # Pickled here: a pipe of multiprocessing would move every tensor that it carries into shared memory.
+        self._pipe.send_bytes(pickle.dumps((method, args)))
+
+    def finish(self) -> Any:
+        """What the method returned."""
+        if not self._pipe.poll(self._timeout_s):
+            raise RanksFailedError(f"{self._who}: no answer within {self._timeout_s} s")
+        try:
+            answer, error = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            error = self._error.read_text() if self._error.exists() else "killed"
+        if error is not None:
+            raise RanksFailedError(f"{self._who}: {error}")
+        return answer
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        self._pipe.close()
+
+
+def finish_all(workers: Iterable[Worker]) -> list[Any]:
+    """The answers of all; where some failed, what each of those said."""
+    answers, said = [], []
+    for worker in workers:
+        try:
+            answers.append(worker.finish())
+        except RanksFailedError as error:
+            said.append(str(error))
+    if said:
+        raise RanksFailedError("\n".join(said))
+    return answers
+
+
+def _serve(pipe: Any, make: Callable[[], Any]) -> None:
+    host = make()
+    while True:
+        method, args = pickle.loads(pipe.recv_bytes())
+        try:
+            answer = getattr(host, method)(*args), None
+        except Exception:
+            answer = None, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
 
 
 def _fork(work: Callable[[], Any], rank: int, world_size: int, folder: Path, timeout_s: float) -> int:

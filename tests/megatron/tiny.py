@@ -20,6 +20,8 @@ MODEL: dict[str, Any] = {
     "sequence_length": 16,
 }
 
+MICRO_BATCH_SIZE = 2
+
 ONE = ParallelConfig()
 
 
@@ -41,6 +43,6 @@ def build(
         optimizer={"lr": 1e-2, "warmup_steps": 2, "decay_steps": 20},
         data=data,
         global_batch_size=global_batch_size,
-        micro_batch_size=2,
+        micro_batch_size=MICRO_BATCH_SIZE,
         seed=seed,
     )

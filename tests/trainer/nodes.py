@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,12 +81,9 @@ def _orphaned_workers() -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with (
-                suppress(OSError),
-                open(f"/proc/{entry}/cmdline", "rb") as command,
-                open(f"/proc/{entry}/stat") as stat,
-            ):
-                parent = int(stat.read().rpartition(")")[2].split()[1])
-                if b"ray::Rank" in command.read() and parent == 1:
+            with suppress(OSError):
+                process = Path("/proc", entry)
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == 1 and b"ray::Rank" in (process / "cmdline").read_bytes():
                     found.append(int(entry))
     return found

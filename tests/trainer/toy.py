@@ -26,8 +26,6 @@ from ray_etc.planners.parallel import ParallelConfig
 
 SIZE = 60
 BATCH = 12
-WEIGHT = TensorSpec("param", "weight", (SIZE,), "float32", 4)
-MOMENTUM = TensorSpec("exp_avg", "weight", (SIZE,), "float32", 4)
 
 
 class Cursor:
@@ -50,10 +48,10 @@ def check_parallel(parallel: ParallelConfig) -> None:
         )
 
 
-def split(parallel: ParallelConfig, data_rank: int) -> Box:
+def split(parallel: ParallelConfig, data_rank: int, size: int) -> Box:
     if not parallel.distributed_optimizer:
-        return Box((0,), (SIZE,))
-    chunk = SIZE // parallel.data_parallel  # SIZE divides by every number of replicas that BATCH divides by
+        return Box((0,), (size,))
+    chunk = size // parallel.data_parallel  # sizes divide by every number of replicas that BATCH divides by
     return Box((data_rank * chunk,), (chunk,))
 
 
@@ -62,27 +60,32 @@ class Momentum(torch.optim.Optimizer):
 
     def __init__(self, weight: torch.nn.Parameter, momentum: torch.Tensor, box: Box) -> None:
         super().__init__([weight], {})
-        self.weight, self.momentum, self.mine = weight, momentum, box.slices_in(Box.whole((SIZE,)))
+        self.weight, self.momentum, self.mine = weight, momentum, box.slices_in(Box.whole(tuple(weight.shape)))
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert self.weight.grad is not None
         self.momentum.mul_(0.5).add_(self.weight.grad[self.mine])
         self.weight.data[self.mine] -= 0.1 * self.momentum
 
 
 def train(config: dict[str, Any]) -> str:
-    """`config`: steps, finish (a file that ends the run when it appears), and scripted faults by (generation, rank)."""
+    """Train until the file `finish` appears. `config` may have the `size` of the weights, and `faults` by
+    (generation, rank)."""
     context = ray_etc.get_context()
     parallel, at = context.parallel, context.coordinate
     fault = config.get("faults", {}).get((context.generation, context.world_rank))
     if fault == "die while preparing":
         os.kill(os.getpid(), signal.SIGKILL)
     check_parallel(parallel)
-    box = split(parallel, at.data)
-    weight, momentum = torch.nn.Parameter(torch.zeros(SIZE)), torch.zeros(box.lengths)
+    size = config.get("size", SIZE)
+    box = split(parallel, at.data, size)
+    weight, momentum = torch.nn.Parameter(torch.zeros(size)), torch.zeros(box.lengths)
     optimizer, cursor = Momentum(weight, momentum, box), Cursor()
     state = ray_etc.TrainState(
-        [ray_etc.StateShard(WEIGHT, Box.whole((SIZE,)), weight.data), ray_etc.StateShard(MOMENTUM, box, momentum)],
+        [
+            ray_etc.StateShard(TensorSpec("param", "weight", (size,), "float32", 4), Box.whole((size,)), weight.data),
+            ray_etc.StateShard(TensorSpec("exp_avg", "weight", (size,), "float32", 4), box, momentum),
+        ],
         replicated={"cursor": cursor},
         optimizers=[optimizer],
         check_parallel=check_parallel,
@@ -98,14 +101,14 @@ def train(config: dict[str, Any]) -> str:
             raise KeyError(f"sample {samples[0]} is not there")
         gradient = torch.tensor([float(sum(samples)), float(Path(config["finish"]).exists())])
         dist.all_reduce(gradient)
-        weight.grad = torch.full((SIZE,), gradient[0].item()) * torch.arange(1, SIZE + 1) / 1e4
+        weight.grad = torch.full((size,), gradient[0].item()) * torch.arange(1, size + 1) / 1e4
         optimizer.step()
         if parallel.distributed_optimizer:
             parts = [torch.zeros(box.lengths) for _ in range(parallel.data_parallel)]
             dist.all_gather(parts, weight.data[optimizer.mine].clone())
             weight.data.copy_(torch.cat(parts))
         cursor.samples += BATCH
-        ray_etc.report({"weight": weight.data.tolist(), "samples": samples, "generation": context.generation})
+        ray_etc.report({"weight": weight.data[:SIZE].tolist(), "samples": samples, "generation": context.generation})
         time.sleep(config.get("step_s", 0.02))
         if gradient[1].item():
             break
