@@ -24,11 +24,13 @@ def train(config: dict[str, Any]) -> None:
         micro_batch_size=2,
         seed=config["seed"],
     )
+    is_first_step = True
     for _ in ray_etc.steps(task.state, total=config["steps"]):
         start = time.monotonic()
         metrics = task.train_step()
         step_s = time.monotonic() - start
         metrics["tokens_per_s"] = metrics["tokens"] / step_s
         ray_etc.report({**metrics, "coordinate": tuple(context.coordinate)})
-        if context.generation < config["unhurried_generations"]:
+        if context.generation < config["unhurried_generations"] and not is_first_step:
             time.sleep(max(0.0, config["step_s"] - step_s))
+        is_first_step = False
