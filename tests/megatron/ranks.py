@@ -109,7 +109,7 @@ def _serve(pipe: Any, make: Callable[[], Any]) -> None:
     while True:
         method, args = pickle.loads(pipe.recv_bytes())
         try:
-            answer = getattr(host, method)(*args), None
+            answer: tuple[Any, str | None] = getattr(host, method)(*args), None
         except Exception:
             answer = None, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(answer))

@@ -35,12 +35,13 @@ def build(
     seed: int = 7,
     data: Path | None = None,
     global_batch_size: int = 8,
+    clip_grad: float = 1.0,
     **model: Any,
 ) -> Task:
     return ray_etc.megatron.build(
         {**MODEL, **model},
         config,
-        optimizer={"lr": 1e-2, "warmup_steps": 2, "decay_steps": 20},
+        optimizer={"lr": 1e-2, "warmup_steps": 2, "decay_steps": 20, "clip_grad": clip_grad},
         data=data,
         global_batch_size=global_batch_size,
         micro_batch_size=MICRO_BATCH_SIZE,
