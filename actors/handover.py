@@ -97,7 +97,7 @@ class Handover:
         held = self._old.layouts()
         source = {self._old.slots[rank].slot_id: held[self._old.slots[rank].slot_id] for rank in sources}
         target = self._new.layouts()
-        nodes = {slot.slot_id: str(slot.node_id) for slot in [*self._old.slots, *self._new.slots]}
+        nodes = {slot.slot_id: slot.node_name for slot in [*self._old.slots, *self._new.slots]}
         try:
             plan = make_plan(source, target, nodes, usable=self._usable)
         except StateMissing as missing:

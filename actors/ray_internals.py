@@ -60,3 +60,11 @@ def train_run_context(run_config: Any, train_loop_config: dict[str, Any] | None,
 def is_about(death: RayActorError, actor: Any) -> bool:
     """Whether an actor's death is that of `actor`."""
     return death.actor_id == actor._actor_id.hex()
+
+
+def register_backend(name: str, group_class: type) -> None:
+    """Add a backend to `ray.util.collective` in this process; Ray refuses to be told twice."""
+    from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+
+    if not _global_registry.is_registered(name):
+        register_collective_backend(name, group_class)

@@ -27,6 +27,11 @@ class Slot:
     is_dead: bool = False
 
     @property
+    def node_name(self) -> str:
+        """Short enough to read, long enough to tell nodes apart."""
+        return (self.node_id or "")[:12]
+
+    @property
     def is_usable(self) -> bool:
         """A new rank may be put here."""
         return self.node_id is not None and not self.is_draining and not self.is_dead

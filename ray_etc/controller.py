@@ -151,7 +151,7 @@ class Controller:
                     f"num_workers={self.scaling.num_workers} needs {self._fewest()}: add nodes, or lower num_workers"
                 )
         slots = self.slots.usable
-        chosen = place([], {}, parallel, {slot.slot_id: str(slot.node_id) for slot in slots}).slot_of_rank
+        chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in slots}).slot_of_rank
         self.activity = f"starting {parallel}"
         self.current = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job)
         try:
@@ -212,7 +212,7 @@ class Controller:
         logger.info(
             "generation %d: %s -> %s, %s", record.generation, record.parallel_from, record.parallel_to, record.reason
         )
-        nodes = {slot_id: str(self.slots[slot_id].node_id) for slot_id in slot_ids if slot_id in self.slots}
+        nodes = {slot_id: self.slots[slot_id].node_name for slot_id in slot_ids if slot_id in self.slots}
         held = {
             self.current.slots[rank].slot_id: self.current.entered[rank].layout for rank in self.current.survivors()
         }

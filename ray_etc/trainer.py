@@ -151,8 +151,8 @@ class ElasticRun:
         held = self._controller.held()
         if not held:
             raise RuntimeError("nothing is trained yet, so nothing would move; wait for the first step")
-        usable = {slot.slot_id: str(slot.node_id) for slot in self._controller.usable_slots()}
-        nodes = {slot_id: str(self._controller.slots[slot_id].node_id) for slot_id in held}
+        usable = {slot.slot_id: slot.node_name for slot in self._controller.usable_slots()}
+        nodes = {slot_id: self._controller.slots[slot_id].node_name for slot_id in held}
         for missing in range(1, target.world_size - len(usable) + 1):
             usable[-missing] = "a new node"
         return preview(held, target, usable, nodes)

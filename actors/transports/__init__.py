@@ -6,8 +6,8 @@ import platform
 from typing import cast
 
 from ray.util import collective
-from ray.util.collective.backend_registry import _global_registry, register_collective_backend
 
+from ray_etc.actors.ray_internals import register_backend
 from ray_etc.actors.transports.base import Transport
 from ray_etc.actors.transports.gloo import GlooTransport
 from ray_etc.actors.transports.nccl import NcclTransport
@@ -21,8 +21,7 @@ TRANSPORTS: dict[str, type[Transport]] = {each.backend(): each for each in (Gloo
 def register() -> None:
     """Make the backends known to `ray.util.collective` in this process; any number of times."""
     for name, transport in TRANSPORTS.items():
-        if not _global_registry.is_registered(name):
-            register_collective_backend(name, transport)
+        register_backend(name, transport)
 
 
 def open_group(backend: str, group_name: str, rank: int, world_size: int) -> Transport:
