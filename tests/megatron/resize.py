@@ -68,7 +68,10 @@ class Host:
     def __init__(self, context: Context, model: Mapping[str, Any]) -> None:
         open_session(context)
         self._context = context
+        # Memory that nothing has written is NaN while the model is made, so that nothing is right by luck.
+        torch.use_deterministic_algorithms(True)
         self.task: Task = build(context.parallel, **model)
+        torch.use_deterministic_algorithms(False)
         self._steps = 0
         self._transport: CountingTransport | None = None
         self._mapped: list[torch.Tensor] = []

@@ -10,6 +10,7 @@ from logical import Logical, load, read, whole
 from ranks import run_ranks
 from tiny import ONE, build, parallel
 
+from ray_etc.actors.session import Context, open_session
 from ray_etc.megatron import GPTConfig
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -135,6 +136,17 @@ def test_tied_embeddings_over_a_pipeline() -> None:
     names = {spec.name for spec, _, _ in ranks[1]["shards"]}
     assert "embedding.word_embeddings.weight" in names
     assert "output_layer.weight" not in names
+
+
+def test_only_the_first_generation_initialises() -> None:
+    def weights(generation: int | None) -> torch.Tensor:
+        if generation is not None:
+            open_session(Context("test", generation, ONE, 0, 0, 1, 0, 0))
+        return build(ONE).model.module.output_layer.weight.detach().clone()
+
+    ((alone,), (first,), (second,)) = (run_ranks(weights, 1, generation) for generation in (None, 0, 1))
+    assert torch.equal(alone, first)
+    assert not torch.equal(first, second)
 
 
 def test_build_says_what_is_wrong() -> None:

@@ -21,8 +21,11 @@ STEPS = 2
 """In each stage."""
 
 TOLERANCE = 5e-6
-"""Of an fp32 loss, where sums are made in another order. The largest difference seen was 6.4e-7, at losses of 4 whose
-neighbours in fp32 are 4.8e-7 apart; of the faults below the least made one of 2.9e-3."""
+"""Of an fp32 loss, where sums are made in another order.
+
+Over three seeds and nine steps the largest difference seen was 6.4e-7, at losses of about 4, whose neighbours in fp32
+are 2.4e-7 or 4.8e-7 apart. Of the faults below the least made one of 2.0e-2.
+"""
 
 
 @cache
@@ -112,11 +115,10 @@ def test_the_tolerance_would_show_a_fault(fault: Callable[[Task], None]) -> None
     stages = Stage(ONE, STEPS), Stage(parallel(dp=2), STEPS)
     assert largest_difference(resized(*stages), unbroken(stages)) < TOLERANCE
     faulty = resized(stages[0], Stage(parallel(dp=2), STEPS, change=fault))
-    assert largest_difference(faulty, unbroken(stages)) > 100 * TOLERANCE
+    assert largest_difference(faulty, unbroken(stages)) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("sp", [False, True], ids=["TP2", "TP2 SP"])
-def test_new_tensor_parallel_ranks_drop_out_alike(sp: bool) -> None:
+def test_new_tensor_parallel_ranks_drop_out_alike() -> None:
     """Else what the two ranks both hold whole would differ from the next step on, and `Generation.whole` would fail."""
-    after = resized(*through(parallel(dp=2), parallel(tp=2, dp=2, sp=sp)), dropout=0.2)
+    after = resized(*through(parallel(dp=2), parallel(tp=2, dp=2)), dropout=0.2)
     assert after.losses[-1] < after.losses[0]
