@@ -10,7 +10,8 @@ from typing import Any, Protocol, cast
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_etc.actors.rank import Entered, Outcome, Rank
+from ray_etc.actors.messages import Entered, Outcome
+from ray_etc.actors.rank import Rank
 from ray_etc.actors.session import Context
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.layout import RankLayout
@@ -77,6 +78,11 @@ class Generation:
         return {slot.slot_id: entered.layout for slot, entered in zip(self.slots, self.entered, strict=True)}
 
     @property
+    def living_slot_ids(self) -> set[int]:
+        """Slots with a process in them."""
+        return {self.slots[rank].slot_id for rank in self.survivors()}
+
+    @property
     def slot_ids(self) -> set[int]:
         return {slot.slot_id for slot in self.slots}
 
@@ -95,6 +101,9 @@ class Generation:
 
 def _environment(slot: Slot, context: Context, job: TrainJob) -> dict[str, str]:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron's tensor parallelism relies on it
+    if job.resources.get("GPU"):
+        # After a death torch would end the survivors too, and with them the state. The driver sees deaths by itself.
+        environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     if 0 < job.resources.get("GPU", 0.0) < 1:
         # NCCL refuses two ranks on one GPU unless it takes them for separate hosts.
         environment["NCCL_HOSTID"] = f"slot-{slot.slot_id}-generation-{context.generation}"

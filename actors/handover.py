@@ -7,7 +7,6 @@ are instead of pausing at an agreed step, and the new ranks map their memory.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Collection
 from typing import Any
@@ -16,9 +15,8 @@ from ray_etc.actors import quiesce
 from ray_etc.actors.certificate import compare
 from ray_etc.actors.errors import ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob, Wait
-from ray_etc.actors.rank import Failed
+from ray_etc.actors.messages import Boundary, why_ended
 from ray_etc.actors.record import ResizeRecord
-from ray_etc.actors.session import Boundary
 from ray_etc.planners.errors import StateMissing
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import sources_of_streams
@@ -36,12 +34,11 @@ def start_generation(generation: Generation, job: TrainJob, wait: Wait) -> None:
     generation.start_loops(store, job)
     entering = [rank.wait_entered.remote(timeout_s) for rank in generation.ranks]
     entered = wait(entering, timeout_s, f"generation {generation.number} to build its model")
-    for rank, answer in enumerate(entered):
-        if answer is None:
-            [outcome] = wait([generation.outcome_refs[rank]], timeout_s, f"rank {rank} to say why it ended")
-            generation.outcomes[rank] = outcome
-            cause = outcome.traceback if isinstance(outcome, Failed) else "its train loop returned without training"
-            raise ResizeFailed(f"rank {rank} under {generation.parallel} could not be built: {cause.strip()}")
+    if None in entered:
+        rank = entered.index(None)
+        [outcome] = wait([generation.outcome_refs[rank]], job.timeout_s, f"rank {rank} to say why it ended")
+        generation.outcomes[rank] = outcome
+        raise ResizeFailed(f"rank {rank} under {generation.parallel} could not be built: {why_ended(outcome)}")
     generation.entered = entered
 
 
@@ -83,7 +80,8 @@ class Handover:
         self._new.kill()
         for rank in self._old.survivors():
             self._old.ranks[rank].end_migration.remote(self._group)
-            self._old.ranks[rank].resume.remote()
+            if not self._old.dead:  # without its peers a rank could not finish another step
+                self._old.ranks[rank].resume.remote()
 
     def _prepare_move(self, sources: list[int]) -> MigrationPlan:
         with self._record.phase("plan"):
@@ -159,8 +157,7 @@ class Handover:
                 loading.append(member.load.remote(next_step, replicated, streams, self._timeout_s))
             self._wait(loading, self._timeout_s, "the small state to be loaded")
             self._record.certified = True
-            self._record.committed_at = time.time()
-            for member in self._new.ranks:
-                member.begin.remote(next_step)
+            beginning = [member.begin.remote(next_step) for member in self._new.ranks]
+            self._wait(beginning, self._timeout_s, "the new generation to begin")
         for member in self._members:
             member.end_migration.remote(self._group)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ray_etc.actors.errors import ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, Wait
-from ray_etc.actors.session import Boundary
+from ray_etc.actors.messages import Boundary
 
 FIRST_LEAD_STEPS = 2
 LONGEST_LEAD_STEPS = 64

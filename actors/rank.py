@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ray_etc.actors import sharing
+from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced
 from ray_etc.actors.mover import Mover, MoveReport
-from ray_etc.actors.session import Boundary, Context, GenerationReplaced, Load, Progress, open_session
+from ray_etc.actors.session import Context, GenerationReplaced, open_session
 from ray_etc.actors.state import TrainState
 from ray_etc.actors.transports import close_group, get_group, open_group
 from ray_etc.planners.layout import RankLayout
@@ -26,41 +26,9 @@ from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.plan import RankPlan
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The user's loop returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The user's loop raised: the error itself, its traceback from the user's function on, and the step."""
-
-    error: Exception
-    traceback: str
-    step: int | None
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """The user's loop was left because the next generation took over."""
-
-
-Outcome = Finished | Failed | Replaced
-
-
-@dataclass(frozen=True)
-class Entered:
-    """A rank that has built its model: what it holds, and how another process in its slot can map it."""
-
-    layout: RankLayout
-    shared: sharing.SharedMemory
-
-
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 4, "train": 1})
 class Rank:
-    """See the module's docstring. Methods are called in the order in which they stand here."""
+    """See the module's docstring. Methods stand in about the order in which a generation's life calls them."""
 
     def __init__(self, context: Context, environment: dict[str, str]) -> None:
         os.environ.update(environment)
@@ -72,6 +40,8 @@ class Rank:
         self._store: dist.TCPStore | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
+        # Of its own: the default stream of a rank that is stuck in a collective never gets to anything again.
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @ray.method(concurrency_group="control")
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -151,7 +121,8 @@ class Rank:
 
     @ray.method(concurrency_group="control")
     def connect_migration(self, group: str, rendezvous: bytes, timeout_s: float) -> None:
-        get_group(group).connect(rendezvous, timeout_s)
+        with torch.cuda.stream(self._stream):
+            get_group(group).connect(rendezvous, timeout_s)
 
     @ray.method(concurrency_group="control")
     def prepare_move(
@@ -164,13 +135,16 @@ class Rank:
             source_views, target_views, target = self._mapped, state.views(), state.layout()
         else:
             source_views, target_views, target = state.views(), [], ()
-        self._mover = Mover(plan, get_group(group), source_views, source, target_views, target)
-        self._mover.prepare()
+        with torch.cuda.stream(self._stream):
+            mover = Mover(plan, get_group(group), source_views, source, target_views, target)
+            mover.prepare()
+        self._mover = mover
 
     @ray.method(concurrency_group="control")
     def move(self, timeout_s: float) -> MoveReport:
         assert self._mover is not None
-        return self._mover.run(timeout_s, self._session.on_move_event)
+        with torch.cuda.stream(self._stream):
+            return self._mover.run(timeout_s, self._session.on_move_event)
 
     @ray.method(concurrency_group="control")
     def load(self, next_step: int, replicated: bytes, streams: dict[Coordinate, bytes], timeout_s: float) -> None:

@@ -18,7 +18,7 @@ class ResizeRecord:
 
     Times are in seconds, moments in Unix time. `pause_s` runs from the end of the last step of the old generation
     to the start of the first step of the new one; `phases` holds how long each part took. `error` says why a resize
-    was given up, and then training went on in the old generation.
+    was given up; training then went on in the old generation, or a recovery was tried again.
     """
 
     generation: int
@@ -26,7 +26,6 @@ class ResizeRecord:
     parallel_from: ParallelConfig
     parallel_to: ParallelConfig
     deadline: float | None = None
-    started_at: float = field(default_factory=time.time)
     next_step: int | None = None
     nbytes_wire: int = 0
     nbytes_local: int = 0
@@ -34,10 +33,14 @@ class ResizeRecord:
     phases: dict[str, float] = field(default_factory=dict)
     paused_at: float | None = None
     pause_s: float | None = None
-    committed_at: float | None = None
     certified: bool = False
     error: str | None = None
     plan: MigrationPlan | None = field(default=None, repr=False)
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the user asked for it."""
+        return self.reason == "requested"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

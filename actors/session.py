@@ -1,8 +1,8 @@
 """Inside a rank: where the user's train loop meets the control calls of the run.
 
-The train loop runs in one thread and only ever stops in two places, both inside `steps()`: where it enters the loop,
-and between two steps. Control calls come in on other threads at any time, also while the loop is stuck in a
-collective.
+The train loop runs in one thread. It stops only inside `steps()`, where it enters the loop and between two steps, and,
+once frozen, before an optimizer's update. Control calls come in on other threads at any time, also while the loop is
+stuck in a collective.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ray_etc.actors.messages import Boundary, Load, Progress, Report
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
@@ -65,17 +66,6 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The moment between two steps: `next_step` steps are whole, `small_state` is that of this moment."""
-
-    next_step: int
-    small_state: SmallState
-    ended_at: float
-    digests: dict[str, str] = field(default_factory=dict)
-    """Of each replicated item; filled in where the boundary leaves the rank."""
-
-
-@dataclass(frozen=True)
 class Mark:
     """A boundary with what tells whether the GPU has got there, since the host runs ahead of it.
 
@@ -99,35 +89,8 @@ def _gpu_event() -> torch.cuda.Event | None:
     return event
 
 
-@dataclass(frozen=True)
-class Load:
-    """The small state of the old generation, for this rank to take over."""
-
-    next_step: int
-    replicated: bytes
-    streams: dict[Coordinate, bytes]
-
-
-@dataclass(frozen=True)
-class Report:
-    step: int
-    metrics: dict[str, Any]
-    time: float
-
-
-@dataclass
-class Progress:
-    """What a control call learns about a rank's train loop."""
-
-    next_step: int | None
-    is_paused: bool
-    first_step_started_at: float | None
-    first_step_s: float | None
-    reports: list[Report] = field(default_factory=list)
-
-
 class Session:
-    """One rank's train loop as a small state machine; every field is guarded by `self._changed`."""
+    """One rank's train loop as a small state machine. What both sides change is guarded by `self._changed`."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -154,22 +117,27 @@ class Session:
     # The train thread ------------------------------------------------------------------------------------------------
 
     def steps(self, state: TrainState, total: int) -> Iterator[int]:
+        """See `ray_etc.steps`."""
         first = self._enter(state, total)
-        for step in range(first, total):
-            self._current_step = step
-            if self._first_started_at is None:
-                self._first_started_at = time.time()
-            yield step
-            if self._first_step_s is None:
-                self._first_step_s = time.time() - self._first_started_at
-            self._boundary(step)
-        self.end()
+        try:
+            for step in range(first, total):
+                self._current_step = step
+                if self._first_started_at is None:
+                    self._first_started_at = time.time()
+                if not state.optimizers:
+                    self._before_update()  # nothing tells when the update begins: take the whole step for it
+                yield step
+                if self._first_step_s is None:
+                    self._first_step_s = time.time() - self._first_started_at
+                self._boundary(step)
+        finally:
+            self.end()  # also where the user breaks out of the loop
 
     def report(self, metrics: dict[str, Any]) -> None:
         if self._current_step is None:
             raise RuntimeError("ray_etc.report() was called outside of `for step in ray_etc.steps(...)`")
         with self._changed:
-            self._reports.append(Report(self._current_step, dict(metrics), time.time()))
+            self._reports.append(Report(self._current_step, dict(metrics)))
 
     @property
     def current_step(self) -> int | None:
@@ -190,6 +158,8 @@ class Session:
             )
         if self.state is not None:
             raise RuntimeError("ray_etc.steps() was entered twice; a train loop has one")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what the model was built with, before another stream writes over it
         for optimizer in state.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
         with self._changed:
@@ -210,7 +180,8 @@ class Session:
     def _before_update(self) -> None:
         with self._changed:
             # A frozen rank's tensors are being read: it must never begin an update. Its process is ended later.
-            self._changed.wait_for(lambda: not self._is_frozen)
+            # An update that has begun goes on, though: a chained optimizer comes here once for each of its parts.
+            self._changed.wait_for(lambda: not self._is_frozen or self._is_updating)
             if not self._is_updating:
                 self._update_began = _gpu_event()
             self._is_updating = True
@@ -242,7 +213,7 @@ class Session:
     # Control threads -------------------------------------------------------------------------------------------------
 
     def wait_entered(self, timeout_s: float) -> bool:
-        """Until the train loop has handed over its state, or is over without having done so (then False)."""
+        """Whether the train loop has handed over its state; False once it is over without, or after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self.state is not None or self._is_over, timeout_s)
             return self.state is not None
@@ -267,11 +238,10 @@ class Session:
             return self._marks[-1].boundary.next_step if self._marks else 0
 
     def progress(self) -> Progress:
-        """Where the loop is; hands out each report once."""
+        """How the first step went; hands out each report once."""
         with self._changed:
             reports, self._reports = self._reports, []
-            next_step = self._marks[-1].boundary.next_step if self._marks else None
-            return Progress(next_step, self._is_paused, self._first_started_at, self._first_step_s, reports)
+            return Progress(self._first_started_at, self._first_step_s, reports)
 
     def propose_last_step(self, step: int) -> bool:
         """Agree to pause after `step`. False where that is too late, or would leave nothing to train."""
@@ -288,7 +258,10 @@ class Session:
 
     def wait_paused(self, timeout_s: float) -> Boundary:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_paused or self._is_over, timeout_s) or not self._is_paused:
+            self._changed.wait_for(lambda: self._is_paused or self._is_over or self._last_step is None, timeout_s)
+            if not self._is_paused:
+                if self._is_over or self._last_step is None:
+                    raise RuntimeError("the train loop ended, or the resize was given up, before the last step")
                 raise TimeoutError(
                     f"the step boundary after step {self._last_step} was not reached within {timeout_s:.0f} s"
                 )

@@ -55,15 +55,15 @@ class SlotPool:
 
     @property
     def usable(self) -> list[Slot]:
-        return [slot for slot in self._slots.values() if slot.is_usable]
+        return [slot for slot in list(self._slots.values()) if slot.is_usable]
 
     @property
     def waiting(self) -> list[Slot]:
-        return [slot for slot in self._slots.values() if slot.node_id is None]
+        return [slot for slot in list(self._slots.values()) if slot.node_id is None]
 
     @property
     def draining(self) -> list[Slot]:
-        return [slot for slot in self._slots.values() if slot.is_draining and not slot.is_dead]
+        return [slot for slot in list(self._slots.values()) if slot.is_draining and not slot.is_dead]
 
     def want(self, number: int, in_use: set[int]) -> None:
         """Ask Ray for more slots, or give some up, until `number` are usable or waiting.

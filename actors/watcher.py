@@ -1,4 +1,4 @@
-"""What Ray says about its nodes, as events: joined, draining with a deadline, died."""
+"""What Ray says about its nodes, as events: draining with a deadline, died. That one joined, a placed slot tells."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ import ray
 from ray_etc.actors.ray_internals import draining_nodes
 
 POLL_INTERVAL_S = 0.2
-
-
-@dataclass(frozen=True)
-class NodeJoined:
-    node_id: str
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,7 @@ class NodeDied:
     node_id: str
 
 
-NodeEvent = NodeJoined | NodeDraining | NodeDied
+NodeEvent = NodeDraining | NodeDied
 
 
 class ClusterWatcher:
@@ -48,8 +43,9 @@ class ClusterWatcher:
         self._last_poll = time.monotonic()
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         draining = {node_id: deadline for node_id, deadline in draining_nodes().items() if node_id in alive}
-        events: list[NodeEvent] = [NodeJoined(node_id) for node_id in sorted(alive - self._alive)]
-        events += [NodeDraining(node_id, draining[node_id]) for node_id in sorted(draining.keys() - self._draining)]
+        events: list[NodeEvent] = [
+            NodeDraining(node_id, draining[node_id]) for node_id in sorted(draining.keys() - self._draining)
+        ]
         events += [NodeDied(node_id) for node_id in sorted(self._alive - alive)]
         self._alive, self._draining = alive, set(draining)
         return events

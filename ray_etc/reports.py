@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import ray
@@ -11,10 +13,14 @@ from ray.exceptions import RayActorError
 from ray.train import UserCallback, WorkerGroupError
 
 from ray_etc.actors.generation import Generation
-from ray_etc.actors.rank import Failed
+from ray_etc.actors.messages import Failed, Progress
 from ray_etc.actors.record import ResizeRecord
-from ray_etc.actors.session import Progress
 from ray_etc.results import ElasticCallback
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+"""How long a rank may take to hand in its last reports."""
 
 
 class ReportBook:
@@ -30,38 +36,27 @@ class ReportBook:
         self._progress: dict[int, list[Progress | None]] = {}
 
     def poll(self, generation: Generation, wait: bool) -> list[Progress | None]:
-        """Each rank's last known progress. One question a rank is under way at a time: a stuck rank costs nothing."""
+        """Each rank's last known progress. One question a rank is under way at a time: a stuck rank costs nothing.
+
+        With `wait`, every report that the ranks made until now is taken in, from those that still answer.
+        """
         polls = self._polls.setdefault(generation.number, {})
         progress = self._progress.setdefault(generation.number, [None] * len(generation.ranks))
-        for rank in generation.survivors():
-            if rank not in polls:
-                polls[rank] = generation.ranks[rank].progress.remote()
-        ready, _ = (
-            ray.wait(list(polls.values()), num_returns=len(polls), timeout=5.0 if wait else 0) if polls else ([], [])
-        )
-        for rank, ref in list(polls.items()):
-            if ref not in ready:
-                continue
-            del polls[rank]
-            try:
-                progress[rank] = ray.get(ref)
-            except RayActorError:
-                continue
-            self._take(rank, progress[rank], generation)
-        if wait and not polls:
-            self._last_questions(generation)
-        return progress
-
-    def _last_questions(self, generation: Generation) -> None:
-        """An answer that was under way may be older than the last report: ask once more."""
-        refs = {rank: generation.ranks[rank].progress.remote() for rank in generation.survivors()}
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=5.0)
-        for rank, ref in refs.items():
-            if ref in ready:
+        # An answer that is under way may be older than the last report, so a last question comes after it.
+        for _ in range(2 if wait else 1):
+            for rank in generation.survivors():
+                if rank not in polls:
+                    polls[rank] = generation.ranks[rank].progress.remote()
+            if not polls:
+                break
+            ready, _ = ray.wait(list(polls.values()), num_returns=len(polls), timeout=ANSWER_S if wait else 0)
+            for rank in [rank for rank, ref in polls.items() if ref in ready]:
                 try:
-                    self._take(rank, ray.get(ref), generation)
+                    progress[rank] = ray.get(polls.pop(rank))
                 except RayActorError:
                     continue
+                self._take(rank, progress[rank], generation)
+        return progress
 
     def _take(self, rank: int, progress: Progress | None, generation: Generation) -> None:
         for report in progress.reports if progress is not None else ():
@@ -72,29 +67,36 @@ class ReportBook:
             index = len(of_step[rank]) - 1
             if all(len(of_step.get(other, ())) > index for other in range(len(generation.ranks))):
                 metrics = [of_step[other][index] for other in range(len(generation.ranks))]
-                for callback in self._callbacks:
-                    callback.after_report(self._run_context, metrics, None)
+                self._tell(partial(_after_report, self._run_context, metrics))
 
-    def start_generation(self, generation: Generation, next_step: int | None) -> None:
-        """Reports of steps that the new generation does again are void: the step before was the last whole one."""
+    def void_from(self, next_step: int | None) -> None:
+        """Forget reports of steps that will be trained again: the step before `next_step` was the last whole one."""
         for step in [step for step in self.reports if next_step is not None and step >= next_step]:
             del self.reports[step]
+        if next_step is not None and self.latest_step >= next_step:
+            self.latest_step = next_step - 1
+            self.latest = self.reports[self.latest_step].get(0, [self.latest])[-1]
 
     def before_resize(self, record: ResizeRecord) -> None:
-        for callback in self._callbacks:
-            if isinstance(callback, ElasticCallback):
-                callback.before_resize(record)
+        """Tell callbacks that a resize was decided."""
+        self._tell(lambda callback: callback.before_resize(record) if isinstance(callback, ElasticCallback) else None)
 
     def after_resize(self, record: ResizeRecord) -> None:
+        """Tell callbacks that a resize is over."""
+        self._tell(lambda callback: callback.after_resize(record) if isinstance(callback, ElasticCallback) else None)
+
+    def _tell(self, tell: Callable[[UserCallback], Any]) -> None:
+        """A callback that raises must not break a resize in the middle."""
         for callback in self._callbacks:
-            if isinstance(callback, ElasticCallback):
-                callback.after_resize(record)
+            try:
+                tell(callback)
+            except Exception:
+                logger.exception("a callback raised; the run goes on")
 
     def raise_failure(self, failed: dict[int, Failed], generation: Generation) -> NoReturn:
         """End the run with the user's own error first, its rank and step named."""
         errors = {rank: outcome.error for rank, outcome in failed.items()}
-        for callback in self._callbacks:
-            callback.after_exception(self._run_context, errors)
+        self._tell(lambda callback: callback.after_exception(self._run_context, errors))
         rank = min(failed)
         outcome = failed[rank]
         where = f"step {outcome.step}" if outcome.step is not None else "before its first step"
@@ -103,3 +105,7 @@ class ReportBook:
             f"({generation.parallel.coordinate(rank)}) of generation {generation.number}, {where}:\n{outcome.traceback}"
         )
         raise WorkerGroupError(message, errors) from outcome.error
+
+
+def _after_report(run_context: Any, metrics: list[dict[str, Any]], callback: UserCallback) -> None:
+    callback.after_report(run_context, metrics, None)

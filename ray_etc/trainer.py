@@ -49,8 +49,9 @@ class ElasticTrainer:
         scaling_config: `num_workers=(min, max)` bounds the ranks; the resources of a worker are those of a slot, and
             each generation takes half of it. Nodes are noticed within a second, so
             `elastic_resize_monitor_interval_s` is not used.
-        run_config: name, storage, callbacks and the workers' runtime environment. A death whose state the survivors
-            hold loses no step, and does not count against `failure_config`.
+        run_config: name, callbacks and the workers' runtime environment. Nothing is written to its storage, and its
+            failure and checkpoint configurations have nothing to bound yet: a death whose state the survivors hold
+            loses no step, and any other ends the run.
         timeout_s: for each single step of a handover. A peer that is silent for longer makes it fail, and the old
             generation goes on.
         start_timeout_s: for slots to become available, and for a generation to build its model.
@@ -73,6 +74,8 @@ class ElasticTrainer:
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        if (gpus := slot_resources(self.scaling_config).get("GPU", 0.0)) > 1:
+            raise ValueError(f"{gpus:g} GPUs a worker: a rank trains on one; use at most 1 in resources_per_worker")
         smallest, most = max(1, self.scaling_config.min_workers), self.scaling_config.max_workers
         if (
             isinstance(parallel, ParallelConfig)
@@ -129,6 +132,7 @@ class ElasticRun:
         return list(self._controller.records)
 
     def status(self) -> RunStatus:
+        """Where the run stands now."""
         controller = self._controller
         current = controller.current
         return RunStatus(
@@ -151,7 +155,7 @@ class ElasticRun:
         held = self._controller.held()
         if not held:
             raise RuntimeError("nothing is trained yet, so nothing would move; wait for the first step")
-        usable = {slot.slot_id: slot.node_name for slot in self._controller.usable_slots()}
+        usable = {slot.slot_id: slot.node_name for slot in self._controller.slots.usable}
         nodes = {slot_id: self._controller.slots[slot_id].node_name for slot_id in held}
         for missing in range(1, target.world_size - len(usable) + 1):
             usable[-missing] = "a new node"
@@ -171,17 +175,18 @@ class ElasticRun:
             TimeoutError: slots or a step boundary did not come in time.
         """
         target = self._target(num_workers, parallel)
-        chooser = target.with_world_size if parallel is not None else self._controller.chooser
-        done = self._controller.request(target, chooser)
+        requests = self._controller.requests
+        chooser = target.with_world_size if parallel is not None else requests.aim.chooser
+        done = requests.ask(target, chooser)
         try:
             return done.result(timeout_s)
         except TimeoutError:
-            self._controller.withdraw(done)
+            requests.withdraw(done)
             raise TimeoutError(f"{target} was not reached within {timeout_s:.0f} s: {self.status().activity}") from None
 
     def stop(self) -> None:
-        """End the run at once; `result` then returns what was reported so far."""
-        self._controller.stop()
+        """End the run, in the middle of a step; `result` then returns what was reported so far."""
+        self._controller.watch.stop_requested.set()
 
     def result(self, timeout_s: float | None = None) -> ElasticResult:
         """Wait for the end.
@@ -195,12 +200,12 @@ class ElasticRun:
             raise TimeoutError(f"the run goes on after {timeout_s} s, at step {self._book.latest_step}")
         if self._error is not None:
             raise self._error
-        return self._result(None)
+        return self._result()
 
     def _target(self, num_workers: int | None, parallel: ParallelConfig | None) -> ParallelConfig:
         if (num_workers is None) == (parallel is None):
             raise ValueError("give either num_workers or parallel")
-        target = parallel if parallel is not None else self._controller.chooser(num_workers or 0)
+        target = parallel if parallel is not None else self._controller.requests.aim.chooser(num_workers or 0)
         low, high = self._scaling.min_workers, self._scaling.max_workers
         if not low <= target.world_size <= high:
             allowed = f"num_workers={self._scaling.num_workers} allows {low} to {high}"
@@ -220,7 +225,7 @@ class ElasticRun:
             failure.__cause__ = error
             self._error = failure
 
-    def _result(self, error: TrainingFailedError | None) -> ElasticResult:
+    def _result(self) -> ElasticResult:
         import pandas
 
         rows = [
@@ -231,7 +236,7 @@ class ElasticRun:
         return ElasticResult(
             metrics=self._book.latest,
             checkpoint=None,
-            error=error,
+            error=None,
             path=self.path,
             metrics_dataframe=pandas.DataFrame(rows),
             best_checkpoints=[],

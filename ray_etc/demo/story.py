@@ -158,7 +158,7 @@ def summarize(options: DemoOptions, elastic: Any, unbroken: Any) -> dict[str, An
 
 
 def _losses(result: Any) -> list[float]:
-    return [result.reports[step][0][0]["loss"] for step in sorted(result.reports)]
+    return [next(iter(by_rank.values()))[0]["loss"] for _, by_rank in sorted(result.reports.items())]
 
 
 def samples_in_order(reports: dict[int, dict[int, list[dict[str, Any]]]], steps: int) -> bool:

@@ -1,0 +1,85 @@
+"""What ranks and the driver tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_etc.actors.sharing import SharedMemory
+from ray_etc.actors.small_state import SmallState
+from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.parallel import Coordinate
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The user's loop returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The user's loop raised: the error itself, its traceback from the user's function on, and the step."""
+
+    error: Exception
+    traceback: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The user's loop was left because the next generation took over."""
+
+
+Outcome = Finished | Failed | Replaced
+
+
+def why_ended(outcome: Outcome) -> str:
+    """Why a train loop ended before its first step, with the user's own traceback where it raised."""
+    return outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned at once"
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A rank that has built its model: what it holds, and how another process in its slot can map it."""
+
+    layout: RankLayout
+    shared: SharedMemory
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The moment between two steps: `next_step` steps are whole, `small_state` is that of this moment."""
+
+    next_step: int
+    small_state: SmallState
+    ended_at: float
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of each replicated item; filled in where the boundary leaves the rank."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The small state of the old generation, for a new rank to take over."""
+
+    next_step: int
+    replicated: bytes
+    streams: dict[Coordinate, bytes]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank reported in a step."""
+
+    step: int
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a rank's first step went, and the reports since the last time it was asked."""
+
+    first_step_started_at: float | None
+    first_step_s: float | None
+    reports: list[Report]
