@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,23 +88,37 @@ def run_demo(options: DemoOptions) -> int:
         view.say("training with 2 ranks, TP2")
         run = _trainer(options, gpu_count, (2, 4), "elastic").start()
         story = Story(run, cluster, view.say)
-        while run.status().activity != "ended":
-            story.tick()
-            view.show(run)
-            time.sleep(0.1)
+        with _stopping(run):
+            while run.status().activity != "ended":
+                story.tick()
+                view.show(run)
+                time.sleep(0.1)
         elastic = run.result()
         view.show(run)
         view.say("the same again with 2 ranks and no resize, to compare")
         unbroken_run = _trainer(options, gpu_count, 2, "unbroken").start()
-        while unbroken_run.status().activity != "ended":
-            view.show_unbroken(unbroken_run)
-            time.sleep(0.1)
+        with _stopping(unbroken_run):
+            while unbroken_run.status().activity != "ended":
+                view.show_unbroken(unbroken_run)
+                time.sleep(0.1)
         summary = summarize(options, elastic, unbroken_run.result())
         problems = find_problems(summary, story.failure)
         view.conclude(summary, problems, LOSS_TOLERANCE)
     if options.json is not None:
         options.json.write_text(json.dumps(summary, indent=1))
     return 1 if problems else 0
+
+
+@contextmanager
+def _stopping(run: Any) -> Iterator[None]:
+    """Ends the run before the cluster under it, where the user interrupts the demo."""
+    try:
+        yield
+    except BaseException:
+        run.stop()
+        with suppress(Exception):
+            run.result(10.0)
+        raise
 
 
 def _gpu_count() -> int:

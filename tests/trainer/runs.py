@@ -20,6 +20,7 @@ def start(
     *,
     parallel: ParallelConfig | None = None,
     timeout_s: float = 10.0,
+    callbacks: list[Any] | None = None,
     **config: Any,
 ) -> ElasticRun:
     """A run of the toy loop that goes on until `finish`."""
@@ -28,7 +29,7 @@ def start(
         train_loop_config={"finish": str(tmp_path / "finish"), **config},
         parallel=parallel,
         scaling_config=ScalingConfig(num_workers=workers),
-        run_config=RunConfig(name="toy", storage_path=str(tmp_path)),
+        run_config=RunConfig(name="toy", callbacks=callbacks),
         timeout_s=timeout_s,
     ).start()
 

@@ -9,7 +9,7 @@ import pytest
 from ray.train import WorkerGroupError
 from runs import check_exact, finish, start, wait_for_step, wait_until
 
-from ray_etc import ParallelConfig, ResizeFailed, StateLost
+from ray_etc import ElasticCallback, ParallelConfig, ResizeFailed, StateLost
 from ray_etc.actors.faults import Fault
 
 pytestmark = pytest.mark.ray
@@ -94,3 +94,44 @@ def test_leaving_rank_dies_in_the_handover(nodes: Any, tmp_path: Path) -> None:
     wait_until(run, lambda: run.status().generation == 1)
     wait_for_step(run)
     check_exact(finish(run, tmp_path), died=1)
+
+
+def test_rank_dies_where_num_workers_is_fixed(nodes: Any, tmp_path: Path) -> None:
+    """The dead rank's slot must be given up before Ray can place another one."""
+    nodes.add(2)
+    run = start(tmp_path, 2, parallel=PLAIN, faults={(0, 1): ("die in step", 5)})
+    wait_until(run, lambda: run.status().generation == 1)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result, died=1)
+    assert result.resizes[0].parallel_to == PLAIN.with_world_size(2)
+
+
+def test_every_rank_dies(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, 2, parallel=PLAIN, faults={(0, rank): ("die in step", 5) for rank in range(2)})
+    with pytest.raises(WorkerGroupError, match="StateLost: every rank died"):
+        run.result(60.0)
+
+
+class Raising(ElasticCallback):
+    """A user's callback with a mistake in it."""
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        raise ValueError("a mistake")
+
+    def after_resize(self, record: Any) -> None:
+        raise ValueError("a mistake")
+
+
+def test_callback_that_raises_breaks_nothing_and_stop_returns_what_there_is(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), callbacks=[Raising()])
+    wait_for_step(run)
+    assert run.resize(1).certified
+    wait_for_step(run)
+    run.stop()
+    result = run.result(30.0)
+    assert result.return_value is None
+    assert run.status().activity == "ended"
+    check_exact(result)

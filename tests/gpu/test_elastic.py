@@ -1,0 +1,85 @@
+"""Resizes and a death with one rank a GPU: CUDA IPC, NCCL, and a survivor whose stream is stuck in a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ray_etc
+from ray_etc import ElasticTrainer, ParallelConfig
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 NVIDIA GPUs"),
+]
+
+MODEL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 352, "sequence_length": 64, "bf16": True}
+
+
+def train(config: dict[str, Any]) -> None:
+    context = ray_etc.get_context()
+    task = ray_etc.megatron.build(
+        MODEL, context.parallel, optimizer={"lr": 1e-3}, data=config["data"], global_batch_size=8
+    )
+    for step in ray_etc.steps(task.state, total=config["steps"]):
+        if (context.generation, context.world_rank, step) == config.get("dies_in"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        ray_etc.report(task.train_step())
+        time.sleep(config["step_s"])
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init("local", num_cpus=8, num_gpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()
+
+
+def trainer(parallel: ParallelConfig, **config: Any) -> ElasticTrainer:
+    return ElasticTrainer(
+        train,
+        train_loop_config={"data": os.path.dirname(os.__file__) + "/json", **config},
+        parallel=parallel,
+        scaling_config=ray.train.ScalingConfig(num_workers=(1, 2), use_gpu=True),
+    )
+
+
+def test_dp2_to_tp2_to_pp2_to_1(two_gpus: None) -> None:
+    run = trainer(ParallelConfig(), steps=400, step_s=0.2).start()
+    while run.status().step < 3:
+        time.sleep(0.1)
+    shapes = [
+        ParallelConfig(tensor_parallel=2),
+        ParallelConfig(pipeline_parallel=2, distributed_optimizer=False),
+        ParallelConfig(),
+    ]
+    records = [run.resize(parallel=shape) for shape in shapes]
+    assert all(record.certified for record in records)
+    assert all(record.nbytes_wire == record.nbytes_lower_bound for record in records)
+    pauses = [record.pause_s for record in records]
+    assert None not in pauses
+    run.stop()
+    result = run.result(60.0)
+    losses = [result.reports[step][0][0]["loss"] for step in sorted(result.reports)]
+    assert sorted(result.reports) == list(range(len(losses)))
+    assert losses[-1] < losses[0]
+
+
+def test_rank_dies_in_plain_dp2_and_no_step_is_lost(two_gpus: None) -> None:
+    plain = ParallelConfig(distributed_optimizer=False)
+    result = trainer(plain, steps=12, step_s=0.1, dies_in=(0, 1, 5)).fit()
+    [recovery, *_] = result.resizes
+    assert recovery.reason == "rank 1 died"
+    assert recovery.certified
+    assert recovery.next_step == 5
+    assert sorted(result.reports) == list(range(12))
