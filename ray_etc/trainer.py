@@ -131,6 +131,11 @@ class ElasticRun:
         """One record a resize so far."""
         return list(self._controller.records)
 
+    @property
+    def reports(self) -> dict[int, dict[int, list[dict[str, Any]]]]:
+        """What was reported so far: {step: {rank: [metrics, ...]}}."""
+        return dict(self._book.reports)
+
     def status(self) -> RunStatus:
         """Where the run stands now."""
         controller = self._controller
@@ -242,5 +247,5 @@ class ElasticRun:
             best_checkpoints=[],
             return_value=self._value,
             resizes=self.resizes,
-            reports=dict(self._book.reports),
+            reports=self.reports,
         )

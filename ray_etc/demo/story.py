@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_etc.demo.options import DemoOptions, set_environment
-from ray_etc.demo.view import View
+from ray_etc.demo.view import View, losses_of
 
 MODEL = {
     "num_layers": 4,
@@ -159,7 +159,7 @@ def _trainer(options: DemoOptions, gpu_count: int, workers: int | tuple[int, int
 
 def summarize(options: DemoOptions, elastic: Any, unbroken: Any) -> dict[str, Any]:
     """The result as data, as `--json` writes it."""
-    loss, loss_unbroken = _losses(elastic), _losses(unbroken)
+    loss, loss_unbroken = losses_of(elastic.reports), losses_of(unbroken.reports)
     return {
         "steps": options.steps,
         "loss": loss,
@@ -170,10 +170,6 @@ def summarize(options: DemoOptions, elastic: Any, unbroken: Any) -> dict[str, An
         "samples_in_order": samples_in_order(elastic.reports, options.steps),
         "resizes": [record.to_dict() for record in elastic.resizes],
     }
-
-
-def _losses(result: Any) -> list[float]:
-    return [next(iter(by_rank.values()))[0]["loss"] for _, by_rank in sorted(result.reports.items())]
 
 
 def samples_in_order(reports: dict[int, dict[int, list[dict[str, Any]]]], steps: int) -> bool:

@@ -30,7 +30,6 @@ class View:
         self._live = Live(console=self._console, refresh_per_second=8, vertical_overflow="visible")
         self._start = time.monotonic()
         self._events: list[str] = []
-        self._losses: dict[int, float] = {}
         self._last: Group | None = None
         self._unbroken = ""
 
@@ -50,8 +49,6 @@ class View:
     def show(self, run: Any) -> None:
         status = run.status()
         metrics = status.metrics or {}
-        if metrics:
-            self._losses[status.step] = metrics["loss"]
         line = Text()
         line.append(f"step {status.step + 1}/{self._steps}", style="bold")
         line.append(
@@ -85,16 +82,21 @@ class View:
         events = Text("\n".join(self._events[-8:]))
         self._live.update(Panel(Group(self._last, events, Text(self._unbroken)), title="ray_etc"))
 
-    def _curve(self) -> str:
-        """The loss so far as one line of bars."""
-        losses = [loss for _, loss in sorted(self._losses.items())]
-        if len(losses) < 2:
-            return ""
-        width = 72
-        if len(losses) > width:
-            losses = [losses[i * (len(losses) - 1) // (width - 1)] for i in range(width)]
-        low, high = min(losses), max(losses)
-        return "".join(BARS[1 + int((loss - low) / ((high - low) or 1.0) * (len(BARS) - 2))] for loss in losses)
+
+def losses_of(reports: dict[int, dict[int, list[dict[str, Any]]]]) -> list[float]:
+    """The loss of each step, which is the same on every rank."""
+    return [next(iter(by_rank.values()))[0]["loss"] for _, by_rank in sorted(reports.items()) if by_rank]
+
+
+def _curve(losses: list[float]) -> str:
+    """The loss so far as one line of bars."""
+    if len(losses) < 2:
+        return ""
+    width = 72
+    if len(losses) > width:
+        losses = [losses[i * (len(losses) - 1) // (width - 1)] for i in range(width)]
+    low, high = min(losses), max(losses)
+    return "".join(BARS[1 + int((loss - low) / ((high - low) or 1.0) * (len(BARS) - 2))] for loss in losses)
 
 
 def _resizes(records: list[Any]) -> Text:
