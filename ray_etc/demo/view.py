@@ -56,9 +56,8 @@ class View:
         )
         line.append(str(status.parallel or ""), style="bold cyan")
         line.append(f"   generation {status.generation if status.generation is not None else '-'}")
-        self._last = Group(
-            line, Text(self._curve(), style="green"), Text(status.activity, style="dim"), _resizes(run.resizes)
-        )
+        curve, activity = Text(_curve(losses_of(run.reports)), style="green"), Text(status.activity, style="dim")
+        self._last = Group(line, curve, activity, _resizes(run.resizes))
         self._draw()
 
     def show_unbroken(self, run: Any) -> None:
