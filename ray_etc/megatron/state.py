@@ -45,6 +45,11 @@ def state(
     for name, item in more.items():
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ValueError(f"{name} is a {type(item).__name__} without state_dict and load_state_dict")
+    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks):
+        raise ValueError(
+            "overlap_param_gather=True leaves the gathering of updated weights to the next step, so between two steps "
+            "most of a rank's weights are a step old; set it to False"
+        )
     shards = describe(chunks, optimizer, vocab_size)
     replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer)}
     if scheduler is not None:

@@ -30,7 +30,7 @@ class Cursor:
 class Own:
     """GPT-2's shape: layer norms, biases, learned positions, tied embeddings; by chunks of a virtual pipeline."""
 
-    def __init__(self, pp: int = 1, vp: int | None = None, optimizer: str = "adam") -> None:
+    def __init__(self, pp: int = 1, vp: int | None = None, optimizer: str = "adam", overlap: bool = False) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -77,7 +77,9 @@ class Own:
                 share_embeddings_and_output_weights=True,
                 vp_stage=chunk if vp else None,
             )
-            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+            )
             self.chunks.append(DistributedDataParallel(config, ddp, model))
         settings = OptimizerConfig(
             optimizer=optimizer, lr=1e-2, min_lr=1e-3, use_distributed_optimizer=optimizer == "adam"
@@ -177,6 +179,12 @@ def test_what_cannot_be_moved_is_said_at_once() -> None:
                 said.append(str(error))
         return said
 
+    def stale_weights() -> str:
+        with pytest.raises(ValueError, match="overlap_param_gather=True") as refused:
+            Own(overlap=True).state()
+        return str(refused.value)
+
+    assert run_ranks(stale_weights, 1)[0].endswith("most of a rank's weights are a step old; set it to False")
     (said,) = run_ranks(messages, 1)
     assert said == [
         "optimizer='sgd': only the state of 'adam' can be moved",
