@@ -39,7 +39,7 @@ def build(
     *,
     optimizer: OptimizerSettings | Mapping[str, Any] | None = None,
     data: str | Path | None = None,
-    global_batch_size: int,
+    global_batch_size: int = 32,
     micro_batch_size: int = 1,
     seed: int = 1234,
 ) -> Task:
