@@ -23,15 +23,15 @@ def expected_layouts(tensors: Iterable[TensorSpec], parallel: ParallelConfig) ->
     into one equal flat range a data rank.
     """
     tensors = list(tensors)
-    layer_count = max((tensor.layer for tensor in tensors if tensor.layer is not None), default=0)
+    layers = layer_count(tensors)
     kinds = list(dict.fromkeys(tensor.kind for tensor in tensors))
     layouts: list[RankLayout] = []
     for rank in range(parallel.world_size):
         at = parallel.coordinate(rank)
         parts = [
-            Shard(tensor, _tensor_parallel_box(tensor, at.tensor, parallel.tensor_parallel))
+            Shard(tensor, tensor_parallel_box(tensor, at.tensor, parallel.tensor_parallel))
             for tensor in tensors
-            if _is_on_stage(tensor, at.pipeline, parallel.pipeline_parallel, layer_count)
+            if is_on_stage(tensor, at.pipeline, parallel.pipeline_parallel, layers)
         ]
         layout: list[Shard] = []
         for kind in kinds:
@@ -44,7 +44,13 @@ def expected_layouts(tensors: Iterable[TensorSpec], parallel: ParallelConfig) ->
     return layouts
 
 
-def _tensor_parallel_box(tensor: TensorSpec, index: int, size: int) -> Box:
+def layer_count(tensors: Iterable[TensorSpec]) -> int:
+    """The highest layer of the model, which stands for what follows the last one."""
+    return max((tensor.layer for tensor in tensors if tensor.layer is not None), default=0)
+
+
+def tensor_parallel_box(tensor: TensorSpec, index: int, size: int) -> Box:
+    """The box of `tensor` that index `index` of a tensor axis of `size` holds."""
     whole = Box.whole(tensor.shape)
     dim = tensor.split_dim
     if dim is None:
@@ -57,14 +63,15 @@ def _tensor_parallel_box(tensor: TensorSpec, index: int, size: int) -> Box:
     return Box(tuple(offsets), tuple(lengths))
 
 
-def _is_on_stage(tensor: TensorSpec, stage: int, stage_count: int, layer_count: int) -> bool:
+def is_on_stage(tensor: TensorSpec, stage: int, stage_count: int, layers: int) -> bool:
+    """Whether pipeline stage `stage` of `stage_count` holds `tensor`, of a model of `layers` layers."""
     if tensor.layer is None:
         return True
     if tensor.layer < 0:
         return stage == 0
-    if tensor.layer >= layer_count:
+    if tensor.layer >= layers:
         return stage == stage_count - 1
-    return stage == tensor.layer * stage_count // layer_count
+    return stage == tensor.layer * stage_count // layers
 
 
 def _flat_range(parts: Sequence[Shard], index: int, count: int) -> list[Shard]:

@@ -1,0 +1,85 @@
+"""A forecast: what a resize would move, from expected layouts, in seconds for thousands of ranks.
+
+The plan that a resize carries out is `make_plan`'s, from the layouts that ranks report. The forecast follows the same
+rules on compressed layouts, so the bytes of each link class are those of that plan for the same placement; the load
+of senders is split a little more evenly than whole boxes allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_etc.planners.compressed import Family, Flows, class_overlap, compress, flows
+from ray_etc.planners.layout import TensorSpec
+from ray_etc.planners.nodewise import Overlap, WholeGroups, place_whole_groups
+from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.traffic import Part, Traffic, traffic
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What would move between two configurations, in bytes.
+
+    `nbytes_needed` is the state of all new ranks together. `nbytes_lower_bound` is what no placement of them can move
+    less than, and `nbytes_unmoved` what rank i on slot i would move.
+    """
+
+    placement: WholeGroups
+    traffic: Traffic
+    nbytes_needed: int
+
+    @property
+    def nbytes_lower_bound(self) -> int:
+        return self.nbytes_needed - self.placement.nbytes_kept_bound
+
+    @property
+    def nbytes_unmoved(self) -> int:
+        return self.nbytes_needed - self.placement.nbytes_kept_unmoved
+
+    def least_rounds(self, staging_nbytes: int) -> int:
+        """Rounds that no plan with this budget for what a slot sends, and receives, in a round can do without."""
+        busiest = max(int(self.traffic.sent.max()), int(self.traffic.received.max()))
+        return -(-busiest // staging_nbytes)
+
+
+def forecast(
+    held: tuple[Sequence[TensorSpec], ParallelConfig],
+    wanted: tuple[Sequence[TensorSpec], ParallelConfig],
+    *,
+    node_size: int,
+    nodes_after: int,
+) -> Forecast:
+    """What moves from configuration `held`, rank i on slot i, to `wanted` on the first `nodes_after` nodes.
+
+    Both are (tensors, configuration) of one model. Slots are numbered node by node, `node_size` a node; those of later
+    nodes leave. Raises ValueError where the new ranks do not fit with tensor-parallel groups inside nodes.
+    """
+    families: list[tuple[Family, Family, Flows]] = []
+    for old, new in zip(compress(*held), compress(*wanted), strict=True):
+        families.append((old, new, flows(new, old)))
+    usable = node_size * nodes_after
+    slot_count = max(usable, held[1].world_size)
+    parts = []
+    for old, new, found in families:
+        class_of_slot = np.full(slot_count, -1, dtype=np.int64)
+        class_of_slot[: held[1].world_size] = old.class_of_rank
+        parts.append((class_overlap(found, new, old), new.class_of_rank, class_of_slot[:usable]))
+    placement = place_whole_groups(Overlap(parts), wanted[1].tensor_parallel, node_size)
+    moved = traffic(
+        [
+            Part(found, _by_class(new, placement.slot_of_rank), _by_class(old, np.arange(held[1].world_size)))
+            for old, new, found in families
+        ],
+        np.arange(slot_count) // node_size,
+    )
+    return Forecast(placement, moved, moved.same_slot + moved.nbytes_wire)
+
+
+def _by_class(family: Family, slot_of_rank: np.ndarray) -> list[np.ndarray]:
+    """The slots of the ranks of each class."""
+    order = np.argsort(family.class_of_rank, kind="stable")
+    counts = np.bincount(family.class_of_rank, minlength=family.class_count)
+    return np.split(slot_of_rank[order], np.cumsum(counts)[:-1])
