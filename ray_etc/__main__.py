@@ -17,6 +17,9 @@ def main() -> int:
 
 def _demo(options: Annotated[DemoOptions, tyro.conf.arg(name="")]) -> int:
     """Train a small GPT while nodes join and leave, and compare it with a run that was never resized."""
+    if mistake := options.mistake():
+        print(mistake, file=sys.stderr)
+        return 2
     from ray_etc.demo.story import run_demo
 
     return run_demo(options)

@@ -23,14 +23,16 @@ class DemoOptions:
     gpus: bool = False
     """Use the GPUs of this machine, and NCCL."""
 
-    def __post_init__(self) -> None:
+    def mistake(self) -> str | None:
+        """What cannot work about these options, in one line; None where nothing is wrong."""
         if self.steps < 40:
-            raise ValueError(f"--steps {self.steps} leaves no room for three resizes; use at least 40")
+            return f"--steps {self.steps} leaves no room for three resizes; use at least 40"
         if self.data is not None and not any(Path(f"{self.data}{suffix}").exists() for suffix in ("", ".bin")):
-            raise ValueError(
+            return (
                 f"--data {self.data} does not exist: give a text file, a folder, or the prefix of a Megatron "
                 ".bin/.idx pair"
             )
+        return None
 
 
 def set_environment() -> None:

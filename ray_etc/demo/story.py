@@ -23,8 +23,6 @@ MODEL = {
     "sequence_length": 64,
 }
 OPTIMIZER = {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 10, "clip_grad": 1.0}
-UNHURRIED_S = 80.0
-"""The steps before the last resize are slowed to last so long in all, so that the story can be followed."""
 RESIZES = 3
 DRAIN_DEADLINE_S = 60.0
 LOSS_TOLERANCE = 5e-4
@@ -144,8 +142,7 @@ def _trainer(options: DemoOptions, gpu_count: int, workers: int | tuple[int, int
             "data": str(options.data) if options.data else None,
             "steps": options.steps,
             "seed": options.seed,
-            "step_s": UNHURRIED_S / options.steps,
-            "unhurried_generations": RESIZES if isinstance(workers, tuple) else 0,
+            "resizes": RESIZES if isinstance(workers, tuple) else 0,
         },
         parallel=ParallelConfig(tensor_parallel=2),
         scaling_config=ScalingConfig(

@@ -8,10 +8,16 @@ from typing import Any
 import ray_etc
 
 GLOBAL_BATCH_SIZE = 16
+UNHURRIED_STEP_S = 0.5
+WAITING_STEP_S = 4.0
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train a small GPT. `config`: model, optimizer, data, steps, seed, and `step_s`, the least time of a step."""
+    """Train a small GPT. `config`: model, optimizer, data, steps, seed, and the number of `resizes` to expect.
+
+    So that the story can be followed, and ends before the steps do, a generation that is to be replaced takes its time:
+    a little for its share of the steps, and more for those after it.
+    """
     from ray_etc import megatron
 
     context = ray_etc.get_context()
@@ -24,13 +30,15 @@ def train(config: dict[str, Any]) -> None:
         micro_batch_size=2,
         seed=config["seed"],
     )
+    is_last_generation = context.generation >= config["resizes"]
+    share = config["steps"] * (context.generation + 1) // (config["resizes"] + 1)
     is_first_step = True
-    for _ in ray_etc.steps(task.state, total=config["steps"]):
+    for step in ray_etc.steps(task.state, total=config["steps"]):
         start = time.monotonic()
         metrics = task.train_step()
         step_s = time.monotonic() - start
         metrics["tokens_per_s"] = metrics["tokens"] / step_s
         ray_etc.report({**metrics, "coordinate": tuple(context.coordinate)})
-        if context.generation < config["unhurried_generations"] and not is_first_step:
-            time.sleep(max(0.0, config["step_s"] - step_s))
+        if not is_first_step and not is_last_generation:
+            time.sleep(max(0.0, (UNHURRIED_STEP_S if step < share else WAITING_STEP_S) - step_s))
         is_first_step = False
