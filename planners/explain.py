@@ -16,11 +16,11 @@ def explain(plan: MigrationPlan) -> str:
     sections = ["\n".join(f"{name:<18}{text}" for name, text in summary(plan))]
     by_nodes = [(f"{src} -> {dst}", size(nbytes)) for (src, dst), nbytes in sorted(_by_nodes(plan).items())]
     if by_nodes:
-        sections.append(_table(("nodes", "wire"), by_nodes))
+        sections.append(table(("nodes", "wire"), by_nodes))
     local, wire = _by_kind(plan)
     by_kind = [(kind, size(local[kind]), size(wire[kind])) for kind in sorted(local | wire)]
     if by_kind:
-        sections.append(_table(("kind", "local", "wire"), by_kind))
+        sections.append(table(("kind", "local", "wire"), by_kind))
     return "\n\n".join(sections)
 
 
@@ -105,7 +105,7 @@ def _by_kind(plan: MigrationPlan) -> tuple[Counter[str], Counter[str]]:
     return local, wire
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Text columns: the first to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = []

@@ -40,9 +40,8 @@ class Forecast:
         return self.nbytes_needed - self.placement.nbytes_kept_unmoved
 
     def least_rounds(self, staging_nbytes: int) -> int:
-        """Rounds that no plan with this budget for what a slot sends, and receives, in a round can do without."""
-        busiest = max(int(self.traffic.sent.max()), int(self.traffic.received.max()))
-        return -(-busiest // staging_nbytes)
+        """Rounds that no plan for this placement can do without, if a slot receives at most this much in each."""
+        return -(-int(self.traffic.received.max()) // staging_nbytes)
 
 
 def forecast(

@@ -1,18 +1,20 @@
-"""The command line: `python -m ray_etc demo`."""
+"""The command line: `python -m ray_etc demo` and `python -m ray_etc plan`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import tyro
 
 from ray_etc.demo.options import DemoOptions
+from ray_etc.plan_command import PlanOptions, run_plan
 
 
 def main() -> int:
-    command = tyro.extras.subcommand_cli_from_dict({"demo": _demo}, prog="python -m ray_etc", description=__doc__)
-    return int(command)
+    commands: dict[str, Callable[..., int]] = {"demo": _demo, "plan": _plan}
+    return tyro.extras.subcommand_cli_from_dict(commands, prog="python -m ray_etc", description=__doc__)
 
 
 def _demo(options: Annotated[DemoOptions, tyro.conf.arg(name="")]) -> int:
@@ -23,6 +25,11 @@ def _demo(options: Annotated[DemoOptions, tyro.conf.arg(name="")]) -> int:
     from ray_etc.demo.story import run_demo
 
     return run_demo(options)
+
+
+def _plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> int:
+    """Print what a resize of a public model would move, on a cluster that need not exist."""
+    return run_plan(options)
 
 
 if __name__ == "__main__":
