@@ -9,7 +9,7 @@ import ray_etc
 
 GLOBAL_BATCH_SIZE = 16
 UNHURRIED_STEP_S = 0.5
-WAITING_STEP_S = 4.0
+WAITING_STEP_S = 2.5
 
 
 def train(config: dict[str, Any]) -> None:
@@ -27,7 +27,7 @@ def train(config: dict[str, Any]) -> None:
         optimizer=config["optimizer"],
         data=config["data"],
         global_batch_size=GLOBAL_BATCH_SIZE,
-        micro_batch_size=2,
+        micro_batch_size=4,
         seed=config["seed"],
     )
     is_last_generation = context.generation >= config["resizes"]
