@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
-from scipy.sparse import csr_array
+from scipy.optimize import linear_sum_assignment, linprog
+from scipy.sparse import coo_array, csr_array, vstack
 
 EXACT_SLOTS = 2048
-"""Up to so many slots the bound is the best of all placements; beyond, what each rank could keep if it were alone."""
+"""Up to so many slots the bound is the best of all placements; beyond, see Overlap.bound."""
 
 
 class Overlap:
-    """Bytes that each new rank finds on each slot, kept by class and looked up in rows.
+    """Bytes that each new rank finds on each slot: sparse, and looked up in rows.
 
     Each of `parts` is (overlap, class_of_rank, class_of_slot): sparse int64 [classes wanted, classes held], the class
     of each new rank, and the class of each slot, -1 where the slot holds nothing.
@@ -28,13 +28,45 @@ class Overlap:
         self._parts = parts
         self.rank_count = len(parts[0][1])
         self.slot_count = len(parts[0][2])
+        self._nbytes = csr_array((self.rank_count, self.slot_count), dtype=np.int64)
+        for overlap, class_of_rank, class_of_slot in parts:
+            classes, held = overlap.shape
+            wider = csr_array((overlap.data, overlap.indices, overlap.indptr), shape=(classes, held + 1))
+            self._nbytes += wider[:, np.where(class_of_slot < 0, held, class_of_slot)][class_of_rank]
 
     def rows(self, ranks: np.ndarray) -> np.ndarray:
         """Bytes of some ranks: int64 [len(ranks), slots]."""
-        total = np.zeros((len(ranks), self.slot_count), dtype=np.int64)
+        return self._nbytes[ranks].toarray()
+
+    def bound(self) -> int:
+        """Bytes that no placement of ranks on slots of their own can exceed.
+
+        For each part alone, classes of ranks on classes of slots are a transport problem, solved by HiGHS. Its dual
+        prices make the bound, in whole bytes whatever its tolerance: each slot of class j at price v[j] >= 0, each
+        rank at the best profit that any class of slots leaves it.
+        """
+        total = 0
         for overlap, class_of_rank, class_of_slot in self._parts:
-            by_class = overlap[class_of_rank[ranks]].toarray()
-            total += np.where(class_of_slot < 0, 0, by_class[:, class_of_slot])
+            ranks = np.bincount(class_of_rank, minlength=overlap.shape[0])
+            slots = np.bincount(class_of_slot[class_of_slot >= 0], minlength=overlap.shape[1])
+            pairs = overlap.multiply(slots > 0).tocoo()
+            pairs.eliminate_zeros()
+            if not pairs.nnz:
+                continue
+            scale = float(pairs.data.max())
+            entry, ones = np.arange(pairs.nnz), np.ones(pairs.nnz)
+            limits = vstack(
+                [
+                    coo_array((ones, (where, entry)), shape=(n, pairs.nnz))
+                    for where, n in zip(pairs.coords, overlap.shape, strict=True)
+                ]
+            )
+            solution = linprog(-pairs.data / scale, limits.tocsr(), np.concatenate([ranks, slots]), method="highs-ds")
+            prices = np.rint(-solution.ineqlin.marginals[overlap.shape[0] :] * scale).astype(np.int64)
+            prices = np.maximum(prices, 0)
+            profit = np.zeros(overlap.shape[0], dtype=np.int64)
+            np.maximum.at(profit, pairs.coords[0], pairs.data - prices[pairs.coords[1]])
+            total += int(ranks @ profit + slots @ prices)
         return total
 
 
@@ -81,9 +113,12 @@ def place_whole_groups(overlap: Overlap, group_size: int, node_size: int) -> Who
         alone += int(rows.max(axis=1).sum())
         unmoved += int(rows[np.arange(len(ranks)), ranks].sum())
     bound = alone
-    if kept < alone and overlap.slot_count <= EXACT_SLOTS:
-        everything = overlap.rows(np.arange(overlap.rank_count))
-        bound = int(everything[linear_sum_assignment(everything, maximize=True)].sum())
+    if kept < alone:
+        if overlap.slot_count <= EXACT_SLOTS:
+            everything = overlap.rows(np.arange(overlap.rank_count))
+            bound = int(everything[linear_sum_assignment(everything, maximize=True)].sum())
+        else:
+            bound = min(alone, overlap.bound())
     return WholeGroups(slot_of_rank, kept, bound, unmoved)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from scipy.optimize import linear_sum_assignment
 from small_models import layouts_on
 
 from ray_etc.planners.assign import assign
@@ -90,14 +91,35 @@ def shards_of(family: Family, number: int) -> list[tuple[str, str, Box]]:
 @models
 @cases
 def test_overlap_is_that_of_the_layouts(model: ModelShape, before: ParallelConfig, after: ParallelConfig) -> None:
+    slots = range(max(before.world_size, after.world_size))
+    held = layouts_on(range(before.world_size), before, tensors_of(model, before))
+    expected = overlap_nbytes(held, expected_layouts(tensors_of(model, after), after), slots)
+    found = overlap_of(model, before, after, len(slots))
+    np.testing.assert_array_equal(found.rows(np.arange(after.world_size)), expected)
+
+
+@models
+@cases
+def test_bound_for_many_slots_is_never_below_the_best(
+    model: ModelShape, before: ParallelConfig, after: ParallelConfig
+) -> None:
+    """Also where the last old slots may not be used. Nor is it far above what each rank could keep if it were alone."""
+    for slot_count in (max(before.world_size, after.world_size), after.world_size):
+        overlap = overlap_of(model, before, after, slot_count)
+        everything = overlap.rows(np.arange(after.world_size))
+        best = int(everything[linear_sum_assignment(everything, maximize=True)].sum())
+        assert best <= overlap.bound() <= everything.max(axis=1).sum() * 1.05
+
+
+def overlap_of(model: ModelShape, before: ParallelConfig, after: ParallelConfig, slot_count: int) -> Overlap:
     parts = []
     for old, new in zip(
         compress(tensors_of(model, before), before), compress(tensors_of(model, after), after), strict=True
     ):
-        parts.append((class_overlap(flows(new, old), new, old), new.class_of_rank, old.class_of_rank))
-    held = layouts_on(range(before.world_size), before, tensors_of(model, before))
-    expected = overlap_nbytes(held, expected_layouts(tensors_of(model, after), after), range(before.world_size))
-    np.testing.assert_array_equal(Overlap(parts).rows(np.arange(after.world_size)), expected)
+        class_of_slot = np.full(max(slot_count, before.world_size), -1)
+        class_of_slot[: before.world_size] = old.class_of_rank
+        parts.append((class_overlap(flows(new, old), new, old), new.class_of_rank, class_of_slot[:slot_count]))
+    return Overlap(parts)
 
 
 @models
