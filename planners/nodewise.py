@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment, linprog
@@ -15,6 +16,9 @@ from scipy.sparse import coo_array, csr_array, vstack
 
 EXACT_SLOTS = 2048
 """Up to so many slots the bound is the best of all placements; beyond, see Overlap.bound."""
+
+SWAPPED_GROUPS = 64
+"""Up to so many groups, exchanges of their nodes are tried where the bound is not reached: some 4000 a round."""
 
 
 class Overlap:
@@ -69,6 +73,10 @@ class Overlap:
             total += int(ranks @ profit + slots @ prices)
         return total
 
+    def unmoved(self) -> int:
+        """Bytes that stay if rank i takes slot i."""
+        return int(self._nbytes.diagonal().sum())
+
 
 @dataclass(frozen=True)
 class WholeGroups:
@@ -88,8 +96,9 @@ def place_whole_groups(overlap: Overlap, group_size: int, node_size: int) -> Who
     """Place ranks, of which each `group_size` in a row stay on one node, where they find the most bytes.
 
     Slots are numbered node by node, `node_size` a node. First each group gets a node, by what it would keep there
-    beside those that chose before; then the ranks of each node get their slots, exactly. The first step may miss the
-    best; `nbytes_kept_bound` says by how much at most. The same input gives the same placement.
+    beside those that chose before; then the ranks of each node get their slots, exactly. Up to SWAPPED_GROUPS groups,
+    nodes are then exchanged while that helps. The choice of nodes may miss the best; `nbytes_kept_bound` says by how
+    much at most. The same input gives the same placement.
 
     Raises ValueError, with the numbers, where the groups do not fit.
     """
@@ -100,26 +109,70 @@ def place_whole_groups(overlap: Overlap, group_size: int, node_size: int) -> Who
             f"{group_count} tensor-parallel groups of {group_size} do not fit on {node_count} nodes of {node_size} "
             f"slots, {room} a node: {room * node_count} fit"
         )
-    node_of_group = _spread(overlap, group_size, node_size)
+    everything = np.arange(overlap.rank_count)
+    alone = sum(int(overlap.rows(part).max(axis=1).sum()) for part in np.array_split(everything, group_count))
+    unmoved = overlap.unmoved()
+    slot_of_rank, kept = _fill(overlap, _spread(overlap, group_size, node_size), group_size, node_size)
+    bound = alone
+    if kept < alone and overlap.slot_count <= EXACT_SLOTS:
+        rows = overlap.rows(everything)
+        _, free = linear_sum_assignment(rows, maximize=True)
+        bound = int(rows[everything, free].sum())
+        if kept < bound and ((nodes := free.reshape(-1, group_size) // node_size) == nodes[:, :1]).all():
+            slot_of_rank, kept = free, bound
+        elif kept < bound and group_count <= SWAPPED_GROUPS:
+            better = _swap(rows, slot_of_rank[::group_size] // node_size, group_size, node_size)
+            slot_of_rank, kept = _fill(overlap, better, group_size, node_size)
+    elif kept < alone:
+        bound = min(alone, overlap.bound())
+    return WholeGroups(slot_of_rank, kept, bound, unmoved)
+
+
+def _fill(overlap: Overlap, node_of_group: np.ndarray, group_size: int, node_size: int) -> tuple[np.ndarray, int]:
+    """The best slot of each rank (int64 [ranks]) inside the nodes that the groups have, and the bytes kept."""
     slot_of_rank = np.full(overlap.rank_count, -1, dtype=np.int64)
-    kept = alone = unmoved = 0
+    kept = 0
     for node in np.unique(node_of_group):
         ranks = _ranks(np.flatnonzero(node_of_group == node), group_size)
-        rows = overlap.rows(ranks)
-        part = rows[:, node * node_size : (node + 1) * node_size]
+        part = overlap.rows(ranks)[:, node * node_size : (node + 1) * node_size]
         row, column = linear_sum_assignment(part, maximize=True)
         slot_of_rank[ranks[row]] = node * node_size + column
         kept += int(part[row, column].sum())
-        alone += int(rows.max(axis=1).sum())
-        unmoved += int(rows[np.arange(len(ranks)), ranks].sum())
-    bound = alone
-    if kept < alone:
-        if overlap.slot_count <= EXACT_SLOTS:
-            everything = overlap.rows(np.arange(overlap.rank_count))
-            bound = int(everything[linear_sum_assignment(everything, maximize=True)].sum())
-        else:
-            bound = min(alone, overlap.bound())
-    return WholeGroups(slot_of_rank, kept, bound, unmoved)
+    return slot_of_rank, kept
+
+
+def _swap(rows: np.ndarray, node_of_group: np.ndarray, group_size: int, node_size: int) -> np.ndarray:
+    """Exchange the nodes of two groups, or move one to a free place, as long as that keeps more."""
+    node_count = rows.shape[1] // node_size
+    members = [set(np.flatnonzero(node_of_group == node).tolist()) for node in range(node_count)]
+
+    @cache
+    def worth(node: int, groups: frozenset[int]) -> int:
+        part = rows[_ranks(np.array(sorted(groups), dtype=np.int64), group_size)]
+        part = part[:, node * node_size : (node + 1) * node_size]
+        return int(part[linear_sum_assignment(part, maximize=True)].sum())
+
+    def exchange(one: int, other: int) -> bool:
+        """The first exchange between two nodes that keeps more; False where there is none."""
+        here, there = frozenset(members[one]), frozenset(members[other])
+        now = worth(one, here) + worth(other, there)
+        places = [frozenset({group}) for group in sorted(there)]
+        if len(there) < node_size // group_size:
+            places.append(frozenset())
+        for out in sorted(here):
+            for back in places:
+                new_here, new_there = here - {out} | back, there - back | {out}
+                if worth(one, new_here) + worth(other, new_there) > now:
+                    members[one], members[other] = set(new_here), set(new_there)
+                    return True
+        return False
+
+    while any(exchange(one, other) for one in range(node_count) for other in range(node_count) if one != other):
+        pass
+    better = node_of_group.copy()
+    for node, groups in enumerate(members):
+        better[sorted(groups)] = node
+    return better
 
 
 def _spread(overlap: Overlap, group_size: int, node_size: int) -> np.ndarray:
