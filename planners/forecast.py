@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_etc.planners.compressed import Family, Flows, class_overlap, compress, flows
+from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import TensorSpec
+from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.nodewise import Overlap, WholeGroups, place_whole_groups
 from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.traffic import Part, Traffic, traffic
 
 
@@ -75,6 +78,27 @@ def forecast(
         np.arange(slot_count) // node_size,
     )
     return Forecast(placement, moved, moved.same_slot + moved.nbytes_wire)
+
+
+def plan_of(
+    made: Forecast,
+    held: tuple[Sequence[TensorSpec], ParallelConfig],
+    wanted: tuple[Sequence[TensorSpec], ParallelConfig],
+    *,
+    node_size: int,
+    nodes_after: int,
+    staging_nbytes: int,
+) -> MigrationPlan:
+    """Every move of the resize that `made` forecasts, on its placement: what a resize itself would do, not yet checked.
+
+    Arguments as of `forecast`; `staging_nbytes` as of `make_plan`. Takes half a minute where the forecast takes one
+    second.
+    """
+    source = dict(enumerate(expected_layouts(*held)))
+    target = dict(zip(made.placement.slot_of_rank.tolist(), expected_layouts(*wanted), strict=True))
+    nodes = {slot: f"node{slot // node_size}" for slot in source.keys() | target.keys()}
+    usable = range(node_size * nodes_after)
+    return make_plan(source, target, nodes, staging_nbytes=staging_nbytes, usable=usable)
 
 
 def _by_class(family: Family, slot_of_rank: np.ndarray) -> list[np.ndarray]:

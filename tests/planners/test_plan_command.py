@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ray_etc.plan_command import PlanOptions, run_plan
+from ray_etc.planners.explain import size
 from ray_etc.planners.zoo import ZOO
 
 GROW = PlanOptions("llama3-70b", "tp=8,pp=4,dp=4", "tp=8,pp=4,dp=6", "16x8,24x8")
@@ -39,7 +40,7 @@ def test_dp4_to_dp6_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for part in (
         "llama3-70b: 70.55 billion parameters",
-        "TP8 PP4 DP6 ZeRO-1, 192 ranks on 24 nodes with 192 GPUs, 8 join",
+        "TP8 PP4 DP6 ZeRO-1, 192 ranks, nodes 24x8 (192 GPUs), 8 join",
         "stays in its slot",
         ", the least possible.",
         "node that receives most from others",
@@ -52,6 +53,15 @@ def test_nodes_that_leave_send_and_do_not_receive(capsys: pytest.CaptureFixture[
     facts = facts_of(replace(GROW, source=GROW.target, target=GROW.source, nodes="24x8,16x8"), capsys)
     assert facts["busiest"]["node_sends"]["index"] >= 16
     assert facts["busiest"]["node_receives"]["index"] < 16
+
+
+def test_tp4_to_tp2_dp2_is_proved_by_the_plan_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    options = PlanOptions("llama3-8b", "tp=4", "tp=2,dp=2", "1x4,1x4", prove=True)
+    facts = facts_of(options, capsys)
+    assert facts["rounds"] >= facts["rounds_at_least"]
+    assert facts["plan"]["on the wire"] == f"{size(facts['nbytes_moved'])}, the least possible"
+    assert run_plan(options) == 0
+    assert "Every move made and proved:" in capsys.readouterr().out
 
 
 def test_nothing_to_move(capsys: pytest.CaptureFixture[str]) -> None:
