@@ -19,7 +19,8 @@ from ray_etc.planners.layout import RankLayout
 class Move:
     """Copy `box` (logical coordinates) from a shard of the old layout to a shard of the new one.
 
-    `src_shard` and `dst_shard` are positions in the layouts of `src_rank` and `dst_rank`.
+    `src_shard` and `dst_shard` are positions in the layouts of `src_rank` and `dst_rank`. Where `is_relay`, the source
+    is a shard of the new layout of `src_rank` instead, which received these bytes in an earlier round.
     """
 
     src_rank: int
@@ -28,6 +29,7 @@ class Move:
     dst_shard: int
     box: Box
     nbytes: int
+    is_relay: bool = False
 
     @property
     def is_local(self) -> bool:
