@@ -1,48 +1,33 @@
-"""The proof of a plan: each target element is written exactly once, from a shard that holds it.
+"""The proof of a plan: each target element is written exactly once, from a shard that holds it by then.
 
 The proof uses nothing of the code that makes plans, only the arithmetic of boxes. Work is near-linear in the number
-of moves: they are grouped by the shard that they write, and overlaps inside a shard are found by sorting.
+of moves: boxes are grouped by the shard that they write, and overlaps inside a shard are found by a sweep.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.errors import PlanError
-from ray_etc.planners.layout import Shard
+from ray_etc.planners.intersect import BoxArray, join, ranges
 from ray_etc.planners.regions import subtract
 
 if TYPE_CHECKING:
-    from ray_etc.planners.plan import MigrationPlan, Move
+    from ray_etc.planners.plan import MigrationPlan
 
 
 def check(plan: MigrationPlan) -> None:
     """Prove `plan`, or raise PlanError with the tensor, the box and the ranks."""
     _check_ranks(plan)
-    written: dict[tuple[int, int], list[Move]] = defaultdict(list)
-    own: dict[tuple[int, tuple[str, str]], list[Box]] = defaultdict(list)
-    for rank, layout in enumerate(plan.source):
-        for shard in layout:
-            own[rank, shard.tensor.key].append(shard.box)
-    for move in plan.local:
-        _check_move(plan, move)
-        if not move.is_local:
-            raise _error("a move between two ranks is listed as local", plan, move)
-        written[move.dst_rank, move.dst_shard].append(move)
-    for moves in plan.rounds:
-        for move in moves:
-            tensor = _check_move(plan, move).tensor
-            if move.is_local:
-                raise _error("a move inside one rank is listed in a round", plan, move)
-            if any(move.box.intersect(box) for box in own[move.dst_rank, tensor.key]):
-                raise _error("a move fetches what the destination's own slot holds", plan, move)
-            written[move.dst_rank, move.dst_shard].append(move)
-    for rank, layout in enumerate(plan.target):
-        for position, shard in enumerate(layout):
-            _check_shard(rank, shard, written[rank, position])
+    _check_bundles(plan)
+    _check_rows(plan)
+    _check_ends(plan)
+    _check_written_once(plan)
+    _check_relays(plan)
     _check_rounds(plan)
     if plan.nbytes_wire < plan.nbytes_lower_bound:
         raise PlanError(f"{plan.nbytes_wire} bytes on the wire are below the bound of {plan.nbytes_lower_bound}")
@@ -58,122 +43,183 @@ def _check_ranks(plan: MigrationPlan) -> None:
         raise PlanError(f"slots {plan.slots} are not in order or not distinct")
 
 
-def _check_move(plan: MigrationPlan, move: Move) -> Shard:
-    """The target shard of a move that reads and writes where it may."""
-    shards = []
-    for layouts, rank, position in (
-        (plan.source, move.src_rank, move.src_shard),
-        (plan.target, move.dst_rank, move.dst_shard),
-    ):
-        if not (0 <= rank < len(layouts) and 0 <= position < len(layouts[rank])):
-            raise PlanError(f"{move} names a shard that is not there", (move.src_rank, move.dst_rank), None, move.box)
-        shards.append(layouts[rank][position])
-    src, dst = shards
-    if src.tensor.key != dst.tensor.key:
-        raise _error(f"a move reads another tensor, {' '.join(src.tensor.key)}", plan, move)
-    if (src.tensor.shape, src.tensor.dtype, src.tensor.itemsize) != (
-        dst.tensor.shape,
-        dst.tensor.dtype,
-        dst.tensor.itemsize,
-    ):
-        raise _error(f"a move reads {src.tensor.dtype} {src.tensor.shape} as another shape or dtype", plan, move)
-    if len(move.box.offsets) != len(dst.tensor.shape) or min(move.box.lengths, default=1) < 1:
-        raise _error("a move's box is empty or has other dims than its tensor", plan, move)
-    for shard, what in ((src, "reads outside its source shard"), (dst, "writes outside its target shard")):
-        if not _contains(shard.box, move.box):
-            raise _error(f"a move {what}", plan, move)
-    if move.nbytes != move.box.numel * dst.tensor.itemsize:
-        raise _error(f"a move of {move.box.numel * dst.tensor.itemsize} bytes is given as {move.nbytes}", plan, move)
-    return dst
+def _check_bundles(plan: MigrationPlan) -> None:
+    """Bundles are of tensors of one form on both sides, and each tensor of a target family is in one of them."""
+    bundled = [(bundle.target_family, tensor.key) for bundle in plan.bundles for tensor in bundle.tensors]
+    wanted = [(family, tensor.key) for family, tensors in enumerate(plan.target.families) for tensor in tensors]
+    if sorted(bundled) != sorted(wanted):
+        lost = next(iter(set(wanted) ^ set(bundled)), bundled[0])
+        raise PlanError("a tensor of the target is not in exactly one bundle", (), lost[1])
+    forms = [{tensor.key: _form(tensor) for tensor in tensors} for tensors in plan.source.families]
+    for bundle in plan.bundles:
+        for tensor in bundle.tensors:
+            for family in bundle.source_families:
+                if forms[family].get(tensor.key) != _form(tensor):
+                    raise PlanError("a tensor is read as another shape or dtype", (), tensor.key)
 
 
-def _check_shard(rank: int, shard: Shard, moves: Sequence[Move]) -> None:
-    """Every element of the shard is written exactly once."""
-    clash = _find_overlap(moves)
-    if clash is not None:
-        first, second = clash
+def _form(tensor: object) -> tuple[object, ...]:
+    return (tensor.shape, tensor.dtype, tensor.itemsize)  # type: ignore[attr-defined]
+
+
+def _check_rows(plan: MigrationPlan) -> None:
+    """Every move reads and writes rows that are there, of its own tensors, inside their boxes."""
+    moves = plan.moves
+    _refuse((moves.bundle < 0) | (moves.bundle >= len(plan.bundles)), "a move is of no bundle", plan, named=False)
+    origin_rows = np.where(moves.is_relay, len(plan.target.rank), len(plan.source.rank))
+    is_there = (moves.source_row >= 0) & (moves.source_row < origin_rows)
+    is_there &= (moves.target_row >= 0) & (moves.target_row < len(plan.target.rank))
+    _refuse(~is_there, "a move names a shard that is not there", plan, named=False)
+    target_family = np.array([bundle.target_family for bundle in plan.bundles], dtype=np.int64)
+    wrong = plan.target.family[moves.target_row] != target_family[moves.bundle]
+    relay, direct = np.flatnonzero(moves.is_relay), np.flatnonzero(~moves.is_relay)
+    wrong[relay] |= plan.target.family[moves.source_row[relay]] != target_family[moves.bundle[relay]]
+    allowed = {(number, family) for number, bundle in enumerate(plan.bundles) for family in bundle.source_families}
+    pairs = np.column_stack([moves.bundle[direct], plan.source.family[moves.source_row[direct]]])
+    kinds, which = np.unique(pairs, axis=0, return_inverse=True)
+    wrong[direct] |= np.array([tuple(pair) not in allowed for pair in kinds.tolist()], dtype=bool)[which]
+    _refuse(wrong, "a move reads another tensor", plan)
+    _refuse((moves.lengths < 1).any(axis=1), "a move's box is empty", plan)
+    for rows, table, what in (
+        (moves.target_row, plan.target, "writes outside its target shard"),
+        (np.where(moves.is_relay, 0, moves.source_row), plan.source, "reads outside its source shard"),
+        (np.where(moves.is_relay, moves.source_row, 0), plan.target, "hands on what is outside its shard"),
+    ):
+        if not len(table.rank):
+            continue
+        inside = (moves.offsets >= table.offsets[rows]).all(axis=1)
+        inside &= (moves.offsets + moves.lengths <= table.offsets[rows] + table.lengths[rows]).all(axis=1)
+        if table is plan.source:
+            inside |= moves.is_relay
+        elif rows is not moves.target_row:
+            inside |= ~moves.is_relay
+        _refuse(~inside, f"a move {what}", plan)
+
+
+def _check_ends(plan: MigrationPlan) -> None:
+    """Local moves stay on a rank, others do not, and nothing is fetched that the rank's own slot holds."""
+    moves = plan.moves
+    src, dst = plan.ends
+    is_local = moves.round < 0
+    _refuse(is_local & (src != dst), "a move between two ranks is listed as local", plan)
+    _refuse(is_local & moves.is_relay, "a move inside one rank is a relay", plan)
+    _refuse(~is_local & (src == dst), "a move inside one rank is listed in a round", plan)
+    wire = np.flatnonzero(~is_local)
+    own = plan.source
+    by_family = np.argsort(own.family, kind="stable")
+    edges = np.searchsorted(own.family[by_family], np.arange(len(own.families) + 1))
+    numbers = {families: number for number, families in enumerate({bundle.source_families for bundle in plan.bundles})}
+    pairs = np.array([(n, f) for families, n in numbers.items() for f in families], dtype=np.int64).reshape(-1, 2)
+    owner, place = ranges(edges[pairs[:, 1]], np.diff(edges)[pairs[:, 1]])
+    row = by_family[place]
+    number_of_bundle = np.array([numbers[bundle.source_families] for bundle in plan.bundles], dtype=np.int64)
+    fetched, _, _ = join(
+        BoxArray(
+            number_of_bundle[moves.bundle[wire]] * len(own) + dst[wire], moves.offsets[wire], moves.lengths[wire]
+        ),
+        BoxArray(pairs[owner, 0] * len(own) + own.rank[row], own.offsets[row], own.lengths[row]),
+    )
+    bad = np.zeros(len(moves), dtype=bool)
+    bad[wire[fetched]] = True
+    _refuse(bad, "a move fetches what the destination's own slot holds", plan)
+
+
+def _written(plan: MigrationPlan) -> BoxArray:
+    """The box of each move, grouped by what it writes: a row of the target, and a bundle."""
+    moves = plan.moves
+    return BoxArray(moves.target_row * len(plan.bundles) + moves.bundle, moves.offsets, moves.lengths)
+
+
+def _check_written_once(plan: MigrationPlan) -> None:
+    """Every element of every target shard is written, and none twice."""
+    boxes = _written(plan)
+    first, second, common = join(boxes, boxes)
+    twice = np.flatnonzero(first < second)
+    if len(twice):
+        a, b = int(first[twice[0]]), int(second[twice[0]])
+        src, dst = plan.ends
         raise PlanError(
             "elements are written twice",
-            (first.src_rank, second.src_rank, rank),
-            shard.tensor.key,
-            first.box.intersect(second.box),
+            (int(src[a]), int(src[b]), int(dst[a])),
+            _key(plan, a),
+            _box(plan, a, common.offsets[twice[0]], common.lengths[twice[0]]),
         )
-    # Disjoint boxes inside the shard with as many elements as the shard are the shard.
-    if sum(move.box.numel for move in moves) != shard.box.numel:
-        rest = [shard.box]
-        for move in moves:
-            rest = subtract(rest, move.box)
-        count = sum(box.numel for box in rest)
-        raise PlanError(f"{count} elements are never written, the first here", (rank,), shard.tensor.key, rest[0])
+    bundles_of_family: dict[int, list[int]] = {}
+    for number, bundle in enumerate(plan.bundles):
+        bundles_of_family.setdefault(bundle.target_family, []).append(number)
+    expected = [
+        (row * len(plan.bundles) + bundle)
+        for family, numbers in bundles_of_family.items()
+        for bundle in numbers
+        for row in np.flatnonzero(plan.target.family == family)
+    ]
+    # Disjoint boxes inside a shard with as many elements as the shard are the shard.
+    groups = np.sort(np.array(expected, dtype=np.int64))
+    written = np.zeros(len(groups), dtype=np.int64)
+    np.add.at(written, np.searchsorted(groups, boxes.group), boxes.numel)
+    wanted = plan.target.lengths.prod(axis=1)[groups // max(len(plan.bundles), 1)]
+    short = np.flatnonzero(written != wanted)
+    if len(short):
+        row, number = divmod(int(groups[short[0]]), len(plan.bundles))
+        tensor = plan.bundles[number].tensors[0]
+        rest = [plan.target.box(row, len(tensor.shape))]
+        for move in np.flatnonzero(boxes.group == groups[short[0]]).tolist():
+            rest = subtract(rest, _box(plan, move, plan.moves.offsets[move], plan.moves.lengths[move]))
+        count = int((wanted - written)[short[0]])
+        raise PlanError(
+            f"{count} elements are never written, the first here", (int(plan.target.rank[row]),), tensor.key, rest[0]
+        )
 
 
-def _find_overlap(moves: Sequence[Move]) -> tuple[Move, Move] | None:
-    """Two moves whose boxes share an element, or None.
-
-    Sorting along a dim falls into runs that do not touch each other; each run is divided again along the other
-    dims. Boxes that came from cuts fall apart into single ones. Only what no dim divides is compared pair by pair.
-    """
-    pending: list[tuple[Sequence[Move], int, int]] = [(moves, 0, 0)]
-    while pending:
-        group, dim, stuck = pending.pop()
-        if len(group) < 2:
-            continue
-        ndim = len(group[0].box.lengths)
-        if stuck >= ndim:
-            for index, first in enumerate(group):
-                for second in group[index + 1 :]:
-                    if first.box.intersect(second.box) is not None:
-                        return first, second
-            continue
-        runs = list(_runs(group, dim))
-        stuck = stuck + 1 if len(runs) == 1 else 1
-        pending.extend((run, (dim + 1) % ndim, stuck) for run in runs)
-    return None
-
-
-def _runs(moves: Sequence[Move], dim: int) -> Iterable[list[Move]]:
-    """Moves whose extents along `dim` overlap, directly or through others, stay together."""
-    run: list[Move] = []
-    run_stop = 0
-    for move in sorted(moves, key=lambda move: move.box.offsets[dim]):
-        start = move.box.offsets[dim]
-        if run and start >= run_stop:
-            yield run
-            run = []
-        run.append(move)
-        run_stop = max(run_stop, start + move.box.lengths[dim])
-    if run:
-        yield run
+def _check_relays(plan: MigrationPlan) -> None:
+    """What a rank hands on has reached it in an earlier round, or was in its slot."""
+    moves = plan.moves
+    relays = np.flatnonzero(moves.is_relay)
+    boxes = _written(plan)
+    handed = BoxArray(
+        moves.source_row[relays] * len(plan.bundles) + moves.bundle[relays], moves.offsets[relays], moves.lengths[relays]
+    )
+    relay, write, common = join(handed, boxes)
+    in_time = moves.round[write] < moves.round[relays[relay]]
+    had = np.zeros(len(relays), dtype=np.int64)
+    np.add.at(had, relay[in_time], common.numel[in_time])
+    bad = np.zeros(len(moves), dtype=bool)
+    bad[relays[had != handed.numel]] = True
+    _refuse(bad, "a move hands on what its rank does not have yet", plan)
 
 
 def _check_rounds(plan: MigrationPlan) -> None:
-    for index, moves in enumerate(plan.rounds):
-        for verb, nbytes in (
-            ("sends", _sum((move.src_rank, move.nbytes) for move in moves)),
-            ("receives", _sum((move.dst_rank, move.nbytes) for move in moves)),
-        ):
-            for rank, total in nbytes.items():
-                if total > plan.staging_nbytes:
-                    raise PlanError(
-                        f"in round {index} a rank {verb} {total} bytes, more than the {plan.staging_nbytes} of staging",
-                        (rank,),
-                    )
+    src, dst = plan.ends
+    wire = np.flatnonzero(plan.moves.round >= 0)
+    for verb, end in (("sends", src), ("receives", dst)):
+        cell, where = np.unique(end[wire] * plan.round_count + plan.moves.round[wire], return_inverse=True)
+        total = np.zeros(len(cell), dtype=np.int64)
+        np.add.at(total, where, plan.move_nbytes[wire])
+        over = np.flatnonzero(total > plan.staging_nbytes)
+        if len(over):
+            rank, index = divmod(int(cell[over[0]]), plan.round_count)
+            raise PlanError(
+                f"in round {index} a rank {verb} {int(total[over[0]])} bytes, more than the {plan.staging_nbytes} of "
+                f"staging",
+                (rank,),
+            )
 
 
-def _sum(parts: Iterable[tuple[int, int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for rank, nbytes in parts:
-        total[rank] += nbytes
-    return total
+def _refuse(bad: np.ndarray, reason: str, plan: MigrationPlan, *, named: bool = True) -> None:
+    """Raise PlanError for the first move of which `bad` (bool [moves]) is true."""
+    wrong: Iterable[int] = np.flatnonzero(bad).tolist()
+    for row in wrong:
+        if not named:
+            raise PlanError(f"{reason}: row {row} of the table of moves")
+        src, dst = plan.ends
+        box = _box(plan, row, plan.moves.offsets[row], plan.moves.lengths[row])
+        raise PlanError(reason, (int(src[row]), int(dst[row])), _key(plan, row), box)
 
 
-def _contains(outer: Box, inner: Box) -> bool:
-    return all(
-        a <= b and b + m <= a + n
-        for a, n, b, m in zip(outer.offsets, outer.lengths, inner.offsets, inner.lengths, strict=True)
-    )
+def _key(plan: MigrationPlan, row: int) -> tuple[str, str]:
+    return plan.bundles[plan.moves.bundle[row]].tensors[0].key
 
 
-def _error(reason: str, plan: MigrationPlan, move: Move) -> PlanError:
-    tensor = plan.target[move.dst_rank][move.dst_shard].tensor
-    return PlanError(reason, (move.src_rank, move.dst_rank), tensor.key, move.box)
+def _box(plan: MigrationPlan, row: int, offsets: np.ndarray, lengths: np.ndarray) -> Box:
+    ndim = len(plan.bundles[plan.moves.bundle[row]].tensors[0].shape)
+    return Box(tuple(offsets[:ndim].tolist()), tuple(lengths[:ndim].tolist()))

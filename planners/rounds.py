@@ -1,75 +1,135 @@
-"""Rounds: the wire moves in batches that bound the staging memory of every rank.
+"""Rounds: the hops cut into chunks, each in a round, within the staging memory of every rank.
 
-In a round every rank posts all of its sends and receives at once, so no order of ranks can deadlock. All pieces from
-one rank to another in one round travel as one packed message.
+In a round every rank posts all of its sends and receives at once, so no order of ranks can deadlock. Every pair of ranks
+spreads its bytes evenly over all rounds, so that the busiest rank is as busy in each round as it may be, and there
+are no more rounds than it needs; pairs with little to say speak in few rounds, in turn. What is handed on goes one
+round after it came.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ray_etc.planners.plan import Move
-from ray_etc.planners.regions import cut, merge
+import numpy as np
 
-PIECES_PER_ROUND = 8
-"""A move is cut no larger than this part of the budget, so that a round is filled to at least 7/8 before a pair
-goes on to the next. Pieces that land in the same round are joined again, so the cuts cost nothing there."""
+from ray_etc.planners.demands import Streams
+from ray_etc.planners.fan_out import Hops
+from ray_etc.planners.intersect import ragged, ranges
+
+WORTH_A_MESSAGE_NBYTES = 1 << 20
+"""Bytes on one way are not cut into smaller chunks than this, where these fit."""
 
 
-def split_rounds(moves: Iterable[Move], staging_nbytes: int) -> tuple[tuple[Move, ...], ...]:
-    """Spread wire `moves` over rounds in which no rank sends, nor receives, more than `staging_nbytes` bytes.
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Units [start, stop) of all streams end to end on their way from rank to rank in one round: int64 each."""
 
-    Pairs of ranks with most bytes go first, pairs of equal size in the order of a ring, so that in an even
-    exchange each rank sends to one peer and receives from one other and messages stay large. Each pair fills the
-    earliest rounds where both ends have room. At most about twice the fewest possible rounds: a full round is
-    full at one end of the pair.
+    stream: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    src: np.ndarray
+    dst: np.ndarray
+    turn: np.ndarray
+    round: np.ndarray
 
-    Raises ValueError where the budget is smaller than one element.
+
+def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: int, staging_nbytes: int) -> Chunks:
+    """Cut `hops` into chunks and give each a round.
+
+    In no round does a rank send, nor receive, more than `staging_nbytes` bytes. Segments of which `urgent` (bool
+    [segments]) is true go before all others of the same ranks.
     """
-    pairs: dict[tuple[int, int], list[Move]] = defaultdict(list)
-    for move in moves:
-        pairs[move.src_rank, move.dst_rank].append(move)
-    rank_count = 1 + max((max(pair) for pair in pairs), default=0)
-    nbytes = {pair: sum(move.nbytes for move in part) for pair, part in pairs.items()}
+    order = np.argsort(hops.segment, kind="stable")
+    edges = np.searchsorted(hops.segment[order], np.arange(len(urgent) + 1))
+    one_hop = order[edges[:-1]]
+    nbytes = hops.stop[one_hop] - hops.start[one_hop]
+    ring = hops.dst[one_hop] - hops.src[one_hop]
 
-    def order(pair: tuple[int, int]) -> tuple[int, int, int]:
-        src, dst = pair
-        return (-nbytes[pair], (dst - src) % rank_count, src)
+    is_urgent = urgent[hops.segment]
+    first_rounds = _least_rounds(hops, is_urgent, world_size, staging_nbytes)
+    last_rounds = _least_rounds(hops, ~is_urgent, world_size, staging_nbytes)
+    rounds = np.where(urgent, first_rounds, last_rounds)
+    hurried = np.zeros(world_size, dtype=bool)
+    hurried[hops.src[is_urgent]] = hurried[hops.dst[is_urgent]] = True
+    waits = np.zeros(len(urgent), dtype=bool)
+    np.logical_or.at(waits, hops.segment, (hurried[hops.src] | hurried[hops.dst]) & ~is_urgent)
+    offset = np.where(waits, first_rounds, 0)
 
-    sent: dict[tuple[int, int], int] = defaultdict(int)
-    received: dict[tuple[int, int], int] = defaultdict(int)
-    rounds: list[list[Move]] = []
-    for src, dst in sorted(pairs, key=order):
-        index = 0
-        for piece in _pieces(pairs[src, dst], staging_nbytes):
-            while max(sent[src, index], received[dst, index]) + piece.nbytes > staging_nbytes:
-                index += 1
-            sent[src, index] += piece.nbytes
-            received[dst, index] += piece.nbytes
-            # The index passes only rounds that are in use, so it is never more than one past the last.
-            if index == len(rounds):
-                rounds.append([])
-            _append(rounds[index], piece)
-    return tuple(tuple(sorted(part, key=lambda move: (move.src_rank, move.dst_rank))) for part in rounds)
+    # A chunk and what rounding to whole units adds must fit into a round.
+    room = staging_nbytes - int(streams.unit_nbytes.max(initial=0))
+    at_least = np.maximum(np.ceil(nbytes / room), 1)
+    count = np.clip(nbytes // WORTH_A_MESSAGE_NBYTES, at_least, np.maximum(rounds, at_least))
+    segment, index = ragged(count.astype(np.int64))
+    edge = streams.unit_at(hops.start[one_hop][segment] + nbytes[segment] * index / count[segment])
+    until = streams.unit_at(hops.start[one_hop][segment] + nbytes[segment] * (index + 1) / count[segment])
+    there = until > edge
+    segment, index, edge, until = segment[there], index[there], edge[there], until[there]
+    spread = np.floor(index * rounds[segment] / count[segment]).astype(np.int64)
+    turn_by = np.where(count < rounds, ring, 0)[segment]
+    begin = offset[segment] + (spread + turn_by) % np.maximum(rounds[segment], 1)
+
+    chunk, place = ranges(edges[segment], np.diff(edges)[segment])
+    hop = order[place]
+    chunk_nbytes = streams.nbytes_at(until) - streams.nbytes_at(edge)
+    entries = Chunks(
+        hops.stream[hop],
+        edge[chunk],
+        until[chunk],
+        hops.src[hop],
+        hops.dst[hop],
+        hops.turn[hop],
+        begin[chunk] + hops.turn[hop] - 1,
+    )
+    return _within_budget(entries, chunk, chunk_nbytes[chunk], world_size, staging_nbytes)
 
 
-def _pieces(moves: Iterable[Move], staging_nbytes: int) -> Iterable[Move]:
-    """The moves of one pair in the order of the target, cut into pieces that fill rounds well."""
-    for move in sorted(moves, key=lambda move: (move.dst_shard, move.box, move.src_shard)):
-        itemsize = move.nbytes // move.box.numel
-        if itemsize > staging_nbytes:
-            raise ValueError(f"staging_nbytes={staging_nbytes} is less than one element; use {itemsize} bytes or more")
-        for box in cut(move.box, max(1, staging_nbytes // PIECES_PER_ROUND // itemsize)):
-            yield replace(move, box=box, nbytes=box.numel * itemsize)
+def _least_rounds(hops: Hops, among: np.ndarray, world_size: int, staging_nbytes: int) -> int:
+    """The rounds that the busiest rank needs for some of the hops (bool [hops])."""
+    nbytes = (hops.stop - hops.start)[among]
+    busiest = max(
+        float(np.bincount(end[among], nbytes, world_size).max(initial=0.0)) for end in (hops.src, hops.dst)
+    )
+    return int(np.ceil(busiest / staging_nbytes))
 
 
-def _append(moves: list[Move], piece: Move) -> None:
-    """Add `piece`, joined with the pieces before it of the same move."""
-    while moves and replace(moves[-1], box=piece.box, nbytes=piece.nbytes) == piece:
-        joined = merge(moves[-1].box, piece.box)
-        if joined is None:
-            break
-        piece = replace(piece, box=joined, nbytes=moves.pop().nbytes + piece.nbytes)
-    moves.append(piece)
+def _within_budget(
+    chunks: Chunks, number: np.ndarray, nbytes: np.ndarray, world_size: int, staging_nbytes: int
+) -> Chunks:
+    """`chunks` with some moved to other rounds, where they are too much for a rank in theirs.
+
+    Entry i is one hop of chunk `number[i]`, of `nbytes[i]` bytes. Whole units do not share out evenly, so a few chunks do
+    not fit where they are; each of their hops goes to the first round that has room and comes after the hop before.
+    """
+    width = int(chunks.round.max(initial=0)) + 1
+    # Row r is what rank r sends, row world_size + r what it receives, in bytes a round.
+    load = np.zeros((2 * world_size, width), dtype=np.int64)
+    for end in (chunks.src, world_size + chunks.dst):
+        np.add.at(load, (end, chunks.round), nbytes)
+    if (load <= staging_nbytes).all():
+        return chunks
+    over = load > staging_nbytes
+    suspects = np.unique(number[over[chunks.src, chunks.round] | over[world_size + chunks.dst, chunks.round]])
+    order = np.lexsort((chunks.turn, number))
+    edges = np.searchsorted(number[order], suspects)
+    ends = np.searchsorted(number[order], suspects, side="right")
+    rounds = chunks.round.copy()
+    for which in np.argsort(-nbytes[order[edges]], kind="stable").tolist():
+        entries = order[edges[which] : ends[which]].tolist()
+        cells = [(row, int(rounds[i])) for i in entries for row in (chunks.src[i], world_size + chunks.dst[i])]
+        if all(load[cell] <= staging_nbytes for cell in cells):
+            continue
+        for cell in cells:
+            load[cell] -= nbytes[entries[0]]
+        arrived: dict[int, int] = {}
+        for i in entries:
+            src, dst = int(chunks.src[i]), int(chunks.dst[i])
+            earliest = arrived[src] + 1 if chunks.turn[i] > 1 else 0
+            load = np.pad(load, ((0, 0), (0, max(0, earliest + 1 - load.shape[1]))))
+            both = np.maximum(load[src, earliest:], load[world_size + dst, earliest:])
+            fits = np.flatnonzero(both + nbytes[i] <= staging_nbytes)
+            if not len(fits):
+                load = np.pad(load, ((0, 0), (0, 1)))
+            rounds[i] = arrived[dst] = earliest + int(fits[0]) if len(fits) else load.shape[1] - 1
+            load[src, rounds[i]] += nbytes[i]
+            load[world_size + dst, rounds[i]] += nbytes[i]
+    return replace(chunks, round=rounds)

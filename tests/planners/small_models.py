@@ -97,6 +97,12 @@ def carry_out(plan: MigrationPlan) -> None:
     views = [plan.for_rank(rank) for rank in range(len(plan.slots))]
 
     def read(move: Move) -> np.ndarray:
+        if move.is_relay:
+            values = made[move.src_rank][move.src_shard][
+                _index(move.box, plan.target[move.src_rank][move.src_shard].box)
+            ]
+            assert (values != -1).all(), f"{move} hands on what is not there yet"
+            return values
         return held[move.src_rank][move.src_shard][_index(move.box, plan.source[move.src_rank][move.src_shard].box)]
 
     def write(move: Move, values: np.ndarray) -> None:

@@ -1,0 +1,119 @@
+"""Balance: which holder sends what, so that the busiest link is done as early as possible.
+
+A linear program: the shares of each demand among its possible senders, and the time T that no link exceeds, T least.
+Its corner solutions are mostly whole: hardly more shares than demands and busy links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, csr_array
+
+from ray_etc.planners.intersect import ragged
+from ray_etc.planners.links import Links
+
+NEAR_FIRST = 1e-3
+"""Weight of the time spent on all links together against that of the busiest: enough to prefer the own node."""
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The links of a cluster: each rank's to its own node and to others, each way, and each node's to all others."""
+
+    node: np.ndarray
+    """int64 [ranks]: the number of the node of each rank."""
+    links: Links
+
+    @property
+    def link_count(self) -> int:
+        return 4 * len(self.node) + 2 * (int(self.node.max(initial=-1)) + 1)
+
+    def s_per_byte(self) -> np.ndarray:
+        """Seconds that a byte takes on each link: float64 [links]."""
+        rank = np.array([self.links.same_node_bytes_per_s] * 2 + [self.links.nic_bytes_per_s] * 2)
+        node_count = int(self.node.max(initial=-1)) + 1
+        speed = np.concatenate([np.tile(rank, len(self.node)), np.full(2 * node_count, self.links.network_bytes_per_s)])
+        return 1 / speed
+
+    def used(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The links that a message from src[i] to dst[i] uses, as pairs (i, link)."""
+        near = np.flatnonzero(self.node[src] == self.node[dst])
+        far = np.flatnonzero(self.node[src] != self.node[dst])
+        first_node = 4 * len(self.node)
+        pairs = [
+            (near, 4 * src[near]),
+            (near, 4 * dst[near] + 1),
+            (far, 4 * src[far] + 2),
+            (far, 4 * dst[far] + 3),
+            (far, first_node + 2 * self.node[src[far]]),
+            (far, first_node + 2 * self.node[dst[far]] + 1),
+        ]
+        which, link = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        return which, link
+
+    def busy_s(self, src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+        """Seconds that each link is busy with messages of `nbytes`: float64 [links]."""
+        which, link = self.used(src, dst)
+        return np.bincount(link, nbytes[which], self.link_count) * self.s_per_byte()
+
+
+def shares(
+    nbytes: np.ndarray, counts: np.ndarray, src: np.ndarray, dst: np.ndarray, busy_s: np.ndarray, network: Network
+) -> np.ndarray:
+    """How much of each demand each of its possible senders takes: float64 [options], 0 to 1, of a demand in all 1.
+
+    Demand i is `nbytes[i]` and has `counts[i]` options, end to end in `src` and `dst` (int64 [options]). `busy_s`
+    (float64 [links]) is what the links carry besides.
+    """
+    demand, _ = ragged(counts)
+    share = np.ones(len(demand))
+    has_choice = (counts > 1)[demand]
+    if not has_choice.any():
+        return share
+    fixed = ~has_choice
+    busy_s = busy_s + network.busy_s(src[fixed], dst[fixed], nbytes[demand[fixed]])
+    share[has_choice] = _solve(
+        np.unique(demand[has_choice], return_inverse=True)[1],
+        nbytes[demand[has_choice]],
+        src[has_choice],
+        dst[has_choice],
+        busy_s,
+        network,
+    )
+    return share
+
+
+def _solve(
+    demand: np.ndarray, nbytes: np.ndarray, src: np.ndarray, dst: np.ndarray, busy_s: np.ndarray, network: Network
+) -> np.ndarray:
+    """The best shares: variables are one share an option, and the time of the busiest link."""
+    option_count = len(demand)
+    which, link = network.used(src, dst)
+    seconds = nbytes[which] * network.s_per_byte()[link]
+    unit_s = max(float(busy_s.max(initial=0.0)), float(seconds.max()))
+    links, row = np.unique(link, return_inverse=True)
+    load = coo_array((seconds / unit_s, (row, which)), shape=(len(links), option_count + 1)).tolil()
+    load[:, option_count] = -1
+    total = coo_array((np.ones(option_count), (demand, np.arange(option_count))), shape=(demand.max() + 1, option_count + 1))
+    cost = np.zeros(option_count + 1)
+    np.add.at(cost, which, seconds)
+    cost *= NEAR_FIRST / max(cost.sum(), 1e-300)
+    cost[option_count] = 1
+    floor = float(busy_s.max(initial=0.0)) / unit_s
+    bounds = np.column_stack([np.zeros(option_count + 1), np.ones(option_count + 1)])
+    bounds[option_count] = floor, np.inf
+    solution = linprog(
+        cost,
+        A_ub=csr_array(load),
+        b_ub=-busy_s[links] / unit_s,
+        A_eq=csr_array(total),
+        b_eq=np.ones(int(demand.max()) + 1),
+        bounds=bounds,
+        method="highs",
+    )
+    if solution.x is None:
+        raise RuntimeError(f"HiGHS could not balance {option_count} shares: {solution.message}")
+    return np.clip(solution.x[:option_count], 0, 1)
