@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import coo_array, csr_array, vstack
 
 from ray_etc.planners.intersect import ragged
 from ray_etc.planners.links import Links
+
+EVEN_SENDERS = 1e-2
+"""Weight of the busiest sender against the busiest link of all, which is often a receiver's."""
 
 NEAR_FIRST = 1e-3
 """Weight of the time spent on all links together against that of the busiest: enough to prefer the own node."""
@@ -89,28 +92,31 @@ def shares(
 def _solve(
     demand: np.ndarray, nbytes: np.ndarray, src: np.ndarray, dst: np.ndarray, busy_s: np.ndarray, network: Network
 ) -> np.ndarray:
-    """The best shares: variables are one share an option, and the time of the busiest link."""
-    option_count = len(demand)
+    """The best shares. Variables: a share each option, the time of the busiest link, and that of the busiest sender."""
+    option_count, demand_count = len(demand), int(demand.max()) + 1
     which, link = network.used(src, dst)
     seconds = nbytes[which] * network.s_per_byte()[link]
     unit_s = max(float(busy_s.max(initial=0.0)), float(seconds.max()))
     links, row = np.unique(link, return_inverse=True)
-    load = coo_array((seconds / unit_s, (row, which)), shape=(len(links), option_count + 1)).tolil()
-    load[:, option_count] = -1
-    total = coo_array((np.ones(option_count), (demand, np.arange(option_count))), shape=(demand.max() + 1, option_count + 1))
-    cost = np.zeros(option_count + 1)
+    # Links out of a rank or node have even numbers.
+    senders = np.flatnonzero(links % 2 == 0)
+    width = option_count + 2
+    load = csr_array(coo_array((seconds / unit_s, (row, which)), shape=(len(links), width)))
+    time = coo_array((-np.ones(len(links)), (np.arange(len(links)), np.full(len(links), width - 2))), load.shape)
+    sending = coo_array((-np.ones(len(senders)), (senders, np.full(len(senders), width - 1))), load.shape)
+    total = coo_array((np.ones(option_count), (demand, np.arange(option_count))), shape=(demand_count, width))
+    cost = np.zeros(width)
     np.add.at(cost, which, seconds)
-    cost *= NEAR_FIRST / max(cost.sum(), 1e-300)
-    cost[option_count] = 1
-    floor = float(busy_s.max(initial=0.0)) / unit_s
-    bounds = np.column_stack([np.zeros(option_count + 1), np.ones(option_count + 1)])
-    bounds[option_count] = floor, np.inf
+    cost *= NEAR_FIRST / max(cost.sum() / option_count * demand_count, 1e-300)
+    cost[-2:] = 1, EVEN_SENDERS
+    bounds = np.column_stack([np.zeros(width), np.full(width, np.inf)])
+    bounds[-2, 0] = float(busy_s.max(initial=0.0)) / unit_s
     solution = linprog(
         cost,
-        A_ub=csr_array(load),
-        b_ub=-busy_s[links] / unit_s,
+        A_ub=vstack([load + time, (load + sending)[senders]], format="csr"),
+        b_ub=-np.concatenate([busy_s[links], busy_s[links[senders]]]) / unit_s,
         A_eq=csr_array(total),
-        b_eq=np.ones(int(demand.max()) + 1),
+        b_eq=np.ones(demand_count),
         bounds=bounds,
         method="highs",
     )

@@ -114,9 +114,7 @@ def _check_ends(plan: MigrationPlan) -> None:
     row = by_family[place]
     number_of_bundle = np.array([numbers[bundle.source_families] for bundle in plan.bundles], dtype=np.int64)
     fetched, _, _ = join(
-        BoxArray(
-            number_of_bundle[moves.bundle[wire]] * len(own) + dst[wire], moves.offsets[wire], moves.lengths[wire]
-        ),
+        BoxArray(number_of_bundle[moves.bundle[wire]] * len(own) + dst[wire], moves.offsets[wire], moves.lengths[wire]),
         BoxArray(pairs[owner, 0] * len(own) + own.rank[row], own.offsets[row], own.lengths[row]),
     )
     bad = np.zeros(len(moves), dtype=bool)
@@ -177,7 +175,9 @@ def _check_relays(plan: MigrationPlan) -> None:
     relays = np.flatnonzero(moves.is_relay)
     boxes = _written(plan)
     handed = BoxArray(
-        moves.source_row[relays] * len(plan.bundles) + moves.bundle[relays], moves.offsets[relays], moves.lengths[relays]
+        moves.source_row[relays] * len(plan.bundles) + moves.bundle[relays],
+        moves.offsets[relays],
+        moves.lengths[relays],
     )
     relay, write, common = join(handed, boxes)
     in_time = moves.round[write] < moves.round[relays[relay]]

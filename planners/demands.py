@@ -138,9 +138,7 @@ def _streams(found: Match, atom: np.ndarray, row: np.ndarray, rank: np.ndarray, 
         dim=dim,
         units=units,
         unit_nbytes=unit_nbytes,
-        holders_of=_lists(
-            piece_edges[one_piece], np.diff(piece_edges)[one_piece], found.source.rank[found.holder_row]
-        ),
+        holders_of=_lists(piece_edges[one_piece], np.diff(piece_edges)[one_piece], found.source.rank[found.holder_row]),
         wanters_of=_lists(edges[first_group], np.diff(edges)[first_group], rank[members]),
         holder_row=(piece_edges[piece[group_of_part]], found.holder_row),
         wanter_row=(edges[group_of_part], row[members]),

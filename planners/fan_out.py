@@ -127,9 +127,7 @@ class FanOut:
             share = self._ways.add(stream, low, high, ranks[index], self._options(holders, ranks[index]))
             self._hand_on(share, ranks[index:] + ranks[:index], 2, is_split=count == len(ranks))
 
-    def _between(
-        self, stream: int, start: float, stop: float, holders: np.ndarray, nodes: Sequence[list[int]]
-    ) -> None:
+    def _between(self, stream: int, start: float, stop: float, holders: np.ndarray, nodes: Sequence[list[int]]) -> None:
         """Several nodes: each share arrives on one node first, which hands it on to the others, each to its own ranks."""
         largest = max(len(ranks) for ranks in nodes)
         count = self._share_count(stop - start, len(nodes) * largest, near=False)

@@ -109,9 +109,7 @@ class Match:
         return csr_array(wants.T @ nbytes @ holds), class_of_new, class_of_old
 
 
-def _of_classes(
-    thing: np.ndarray, rank: np.ndarray, thing_count: int, world_size: int
-) -> tuple[csr_array, np.ndarray]:
+def _of_classes(thing: np.ndarray, rank: np.ndarray, thing_count: int, world_size: int) -> tuple[csr_array, np.ndarray]:
     """How often a rank of each class has each thing (int64 [things, classes]), and the class of each rank.
 
     `rank[i]` has `thing[i]`; ranks of one class have the same things, equally often.
@@ -128,6 +126,8 @@ def match(source: LayoutTable, target: LayoutTable) -> Match:
 
     Raises StateMissing where an element of the target is held nowhere in its shape and dtype.
     """
+    ndim = max(source.offsets.shape[1], target.offsets.shape[1])
+    source, target = source.padded(ndim), target.padded(ndim)
     bundles = _bundles(source, target)
     groups = {families: number for number, families in enumerate(dict.fromkeys(b.source_families for b in bundles))}
     pieces, holder_piece, holder_row = find_pieces(source, list(groups))

@@ -97,6 +97,7 @@ def plan_moves(
         moves=local_moves(found, local).and_then(wire_moves(streams, chunks)),
         nbytes_lower_bound=nbytes_lower_bound,
         staging_nbytes=staging_nbytes,
+        endangered=tuple(sorted(endangered)),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.check import check
 from ray_etc.planners.explain import explain, explain_html
+from ray_etc.planners.links import Links
 from ray_etc.planners.match import Bundle
 from ray_etc.planners.moves import LOCAL, MoveTable
 from ray_etc.planners.table import LayoutTable
@@ -65,7 +66,8 @@ class MigrationPlan:
     `source[r]` and `target[r]` are what slot `slots[r]` holds before and after; `nodes[r]` is its node. `moves` are for
     all tensors of a bundle at once; `local`, `rounds` and `for_rank` list them one by one.
     `nbytes_lower_bound` is the least that any placement of the new ranks on these slots would put on the wire.
-    `staging_nbytes` bounds what a rank sends, and what it receives, in one round.
+    `staging_nbytes` bounds what a rank sends, and what it receives, in one round. `endangered` are ranks whose slots will
+    go: what nobody else holds leaves them first.
     """
 
     slots: tuple[int, ...]
@@ -76,6 +78,7 @@ class MigrationPlan:
     moves: MoveTable
     nbytes_lower_bound: int
     staging_nbytes: int
+    endangered: tuple[int, ...] = ()
 
     @cached_property
     def move_nbytes(self) -> np.ndarray:
@@ -179,9 +182,9 @@ class MigrationPlan:
         """Prove that each target element is written exactly once, from a shard that holds it; else raise PlanError."""
         check(self)
 
-    def explain(self) -> str:
-        """What would move, in words and a text table."""
-        return explain(self)
+    def explain(self, links: Links | None = None, deadline_s: float | None = None) -> str:
+        """What would move, in words and text tables; see planners/explain.py."""
+        return explain(self, links, deadline_s)
 
     def _repr_html_(self) -> str:
         return explain_html(self)

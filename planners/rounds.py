@@ -19,6 +19,9 @@ from ray_etc.planners.intersect import ragged, ranges
 WORTH_A_MESSAGE_NBYTES = 1 << 20
 """Bytes on one way are not cut into smaller chunks than this, where these fit."""
 
+CHUNKS_PER_BUDGET = 16
+"""Nor into larger ones than this share of the budget, unless in every round: so rounds fill well."""
+
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
@@ -55,23 +58,26 @@ def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: i
     np.logical_or.at(waits, hops.segment, (hurried[hops.src] | hurried[hops.dst]) & ~is_urgent)
     offset = np.where(waits, first_rounds, 0)
 
-    # A chunk and what rounding to whole units adds must fit into a round.
+    # From here on in whole units. A chunk and what rounding its ends adds must fit into a round.
+    first_unit, last_unit = streams.unit_at(hops.start[one_hop]), streams.unit_at(hops.stop[one_hop])
+    start = streams.nbytes_at(first_unit)
+    nbytes = streams.nbytes_at(last_unit) - start
     room = staging_nbytes - int(streams.unit_nbytes.max(initial=0))
-    at_least = np.maximum(np.ceil(nbytes / room), 1)
-    count = np.clip(nbytes // WORTH_A_MESSAGE_NBYTES, at_least, np.maximum(rounds, at_least))
-    segment, index = ragged(count.astype(np.int64))
-    edge = streams.unit_at(hops.start[one_hop][segment] + nbytes[segment] * index / count[segment])
-    until = streams.unit_at(hops.start[one_hop][segment] + nbytes[segment] * (index + 1) / count[segment])
+    at_least = np.where(nbytes <= staging_nbytes, 1, -(-nbytes // room))
+    worth = min(WORTH_A_MESSAGE_NBYTES, staging_nbytes // CHUNKS_PER_BUDGET + 1)
+    count = np.clip(nbytes // worth, at_least, np.maximum(rounds, at_least))
+    segment, index = ragged(count)
+    edge = streams.unit_at(start[segment] + nbytes[segment] * index / count[segment])
+    until = streams.unit_at(start[segment] + nbytes[segment] * (index + 1) / count[segment])
     there = until > edge
     segment, index, edge, until = segment[there], index[there], edge[there], until[there]
-    spread = np.floor(index * rounds[segment] / count[segment]).astype(np.int64)
-    turn_by = np.where(count < rounds, ring, 0)[segment]
-    begin = offset[segment] + (spread + turn_by) % np.maximum(rounds[segment], 1)
+    spread = index * rounds[segment] // count[segment]
+    begin = offset[segment] + (spread + ring[segment]) % np.maximum(rounds[segment], 1)
 
     chunk, place = ranges(edges[segment], np.diff(edges)[segment])
     hop = order[place]
     chunk_nbytes = streams.nbytes_at(until) - streams.nbytes_at(edge)
-    entries = Chunks(
+    chunks = Chunks(
         hops.stream[hop],
         edge[chunk],
         until[chunk],
@@ -80,24 +86,27 @@ def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: i
         hops.turn[hop],
         begin[chunk] + hops.turn[hop] - 1,
     )
-    return _within_budget(entries, chunk, chunk_nbytes[chunk], world_size, staging_nbytes)
+    return _within_budget(chunks, chunk, offset[segment], chunk_nbytes[chunk], world_size, staging_nbytes)
 
 
 def _least_rounds(hops: Hops, among: np.ndarray, world_size: int, staging_nbytes: int) -> int:
     """The rounds that the busiest rank needs for some of the hops (bool [hops])."""
     nbytes = (hops.stop - hops.start)[among]
-    busiest = max(
-        float(np.bincount(end[among], nbytes, world_size).max(initial=0.0)) for end in (hops.src, hops.dst)
-    )
+    busiest = max(float(np.bincount(end[among], nbytes, world_size).max(initial=0.0)) for end in (hops.src, hops.dst))
     return int(np.ceil(busiest / staging_nbytes))
 
 
 def _within_budget(
-    chunks: Chunks, number: np.ndarray, nbytes: np.ndarray, world_size: int, staging_nbytes: int
+    chunks: Chunks,
+    number: np.ndarray,
+    earliest: np.ndarray,
+    nbytes: np.ndarray,
+    world_size: int,
+    staging_nbytes: int,
 ) -> Chunks:
     """`chunks` with some moved to other rounds, where they are too much for a rank in theirs.
 
-    Entry i is one hop of chunk `number[i]`, of `nbytes[i]` bytes. Whole units do not share out evenly, so a few chunks do
+    Entry i is one hop of chunk `number[i]`, of `nbytes[i]` bytes, and chunk c may not go before round `earliest[c]`. Whole units do not share out evenly, so a few chunks do
     not fit where they are; each of their hops goes to the first round that has room and comes after the hop before.
     """
     width = int(chunks.round.max(initial=0)) + 1
@@ -123,13 +132,14 @@ def _within_budget(
         arrived: dict[int, int] = {}
         for i in entries:
             src, dst = int(chunks.src[i]), int(chunks.dst[i])
-            earliest = arrived[src] + 1 if chunks.turn[i] > 1 else 0
-            load = np.pad(load, ((0, 0), (0, max(0, earliest + 1 - load.shape[1]))))
-            both = np.maximum(load[src, earliest:], load[world_size + dst, earliest:])
+            first = arrived[src] + 1 if chunks.turn[i] > 1 else int(earliest[number[i]])
+            if first >= load.shape[1]:
+                load = np.pad(load, ((0, 0), (0, first + 1 - load.shape[1])))
+            both = np.maximum(load[src, first:], load[world_size + dst, first:])
             fits = np.flatnonzero(both + nbytes[i] <= staging_nbytes)
             if not len(fits):
                 load = np.pad(load, ((0, 0), (0, 1)))
-            rounds[i] = arrived[dst] = earliest + int(fits[0]) if len(fits) else load.shape[1] - 1
+            rounds[i] = arrived[dst] = first + int(fits[0]) if len(fits) else load.shape[1] - 1
             load[src, rounds[i]] += nbytes[i]
             load[world_size + dst, rounds[i]] += nbytes[i]
     return replace(chunks, round=rounds)

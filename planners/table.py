@@ -80,6 +80,12 @@ class LayoutTable:
             tuple(tuple(layout) for layout in layouts),
         )
 
+    def padded(self, ndim: int) -> LayoutTable:
+        """The same table with at least `ndim` dims."""
+        more = max(0, ndim - self.offsets.shape[1])
+        offsets = np.pad(self.offsets, ((0, 0), (0, more)))
+        return replace(self, offsets=offsets, lengths=np.pad(self.lengths, ((0, 0), (0, more)), constant_values=1))
+
     def on(self, rank_of: np.ndarray, world_size: int) -> LayoutTable:
         """The same shards where rank i of this table is `rank_of[i]` of `world_size`; the others hold nothing."""
         reported = None

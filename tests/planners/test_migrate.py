@@ -113,12 +113,27 @@ def whole(tensor: TensorSpec = TINY) -> RankLayout:
 
 
 def test_bytes_are_balanced_over_replicas() -> None:
-    source = {slot: whole() for slot in range(3)}
-    plan = make_plan(source, source | {3: whole()}, dict.fromkeys(range(4), "node"))
+    """Two of the three holders are the only ones of another part each: the third sends what all three hold."""
+    large, first, second = (
+        whole(TensorSpec("param", name, (3000, 8192), "float32", 4)) for name in ("all", "first", "second")
+    )
+    source = {0: large + first, 1: large + second, 2: large}
+    plan = make_plan(source, source | {3: large + first + second}, {0: "a", 1: "b", 2: "c", 3: "d"})
     plan.check()
     sent = [sum(move.nbytes for moves in plan.rounds for move in moves if move.src_rank == rank) for rank in range(3)]
-    assert sum(sent) == 128
-    assert max(sent) - min(sent) <= 4
+    assert max(sent) <= 3000 * 8192 * 4 * 1.01
+    source = {slot: large for slot in range(3)}
+    plan = make_plan(source, {slot: large for slot in range(6)}, {slot: str(slot) for slot in range(6)})
+    plan.check()
+    sent = [sum(move.nbytes for moves in plan.rounds for move in moves if move.src_rank == rank) for rank in range(6)]
+    assert max(sent) <= 3000 * 8192 * 4 * 1.01
+
+
+def test_few_bytes_come_in_one_message() -> None:
+    source = {slot: whole() for slot in range(3)}
+    plan = make_plan(source, source | {3: whole()}, dict.fromkeys(range(4), "node"))
+    ((only,),) = plan.rounds
+    assert only.nbytes == 128
 
 
 def test_replica_on_the_same_node_comes_first() -> None:
@@ -133,7 +148,9 @@ def test_same_input_in_another_order_gives_the_same_plan() -> None:
     nodes = nodes_of(range(4))
     plan = make_plan(source, target, nodes, staging_nbytes=512)
     turned = make_plan(dict(reversed(source.items())), dict(reversed(target.items())), nodes, staging_nbytes=512)
-    assert plan == turned
+    assert plan.local == turned.local
+    assert plan.rounds == turned.rounds
+    assert len(plan.rounds) > 1
 
 
 def test_overlapping_source_shards_are_read_once() -> None:
@@ -212,7 +229,7 @@ def scattered(draw: st.DrawFn, slots: int) -> dict[int, RankLayout]:
 
 
 @settings(deadline=None)
-@given(scattered(3), scattered(4), st.integers(4, 200))
+@given(scattered(3), scattered(4), st.integers(8, 200))
 def test_any_boxes_to_any_boxes(source: dict[int, RankLayout], target: dict[int, RankLayout], staging: int) -> None:
     source[4] = whole() + whole(TensorSpec("param", "cube", (3, 4, 5), "int8", 1))
     plan = make_plan(source, target, nodes_of(range(5)), staging_nbytes=staging)
