@@ -46,7 +46,7 @@ def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: i
     edges = np.searchsorted(hops.segment[order], np.arange(len(urgent) + 1))
     one_hop = order[edges[:-1]]
     nbytes = hops.stop[one_hop] - hops.start[one_hop]
-    ring = hops.dst[one_hop] - hops.src[one_hop]
+    ring = (hops.dst[one_hop] - hops.src[one_hop]) % world_size
 
     is_urgent = urgent[hops.segment]
     first_rounds = _least_rounds(hops, is_urgent, world_size, staging_nbytes)
