@@ -69,7 +69,8 @@ def expected_layouts(tensors: Iterable[TensorSpec], parallel: ParallelConfig) ->
     for family, rank, offsets, lengths in zip(*(column.tolist() for column in rows), strict=True):
         for tensor in table.families[family]:
             ndim = len(tensor.shape)
-            held[rank].append((places[tensor.key], Box(tuple(offsets[:ndim]), tuple(lengths[:ndim])), tensor))
+            if all(lengths[ndim:]):  # of a scalar that another rank holds there is no empty box
+                held[rank].append((places[tensor.key], Box(tuple(offsets[:ndim]), tuple(lengths[:ndim])), tensor))
     return [
         tuple(Shard(tensor, box) for _, box, tensor in sorted(of_rank, key=lambda one: one[:2])) for of_rank in held
     ]
