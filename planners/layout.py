@@ -12,9 +12,10 @@ class TensorSpec:
     """One logical tensor of the training state: no tensor-parallel split, no padding, no fusion.
 
     `kind` tells weights from their optimizer state ("param", "main_param", "exp_avg", "exp_avg_sq"), so that a
-    bf16 working weight and its fp32 main weight are never mistaken for each other. `split_dim` and `layer` say
-    where tensor and pipeline parallelism would cut; they only serve to guess a layout that no rank has reported
-    yet, and never decide what is moved.
+    bf16 working weight and its fp32 main weight are never mistaken for each other; "buffer" is state that is not
+    trained, such as a router's expert bias. `split_dim`, `layer` and `expert_dim` say where tensor, pipeline and
+    expert parallelism would cut; they only serve to guess a layout that no rank has reported yet, and never decide
+    what is moved. `expert_dim` counts the experts of a layer, and marks a weight as the experts' own.
     """
 
     kind: str
@@ -24,6 +25,7 @@ class TensorSpec:
     itemsize: int
     split_dim: int | None = None
     layer: int | None = None
+    expert_dim: int | None = None
 
     @property
     def key(self) -> tuple[str, str]:

@@ -1,121 +1,25 @@
-"""Public models as data: the shapes of their weights and optimizer state, by Megatron's names.
-
-Dense models only: an expert axis is not planned yet, so mixtures of experts are left out.
-"""
+"""Public models as data: their shapes by the name that the command line takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from ray_etc.planners.model import OPTIMIZER_KINDS, ExpertShape, LatentShape, ModelShape
 
-from ray_etc.planners.layout import TensorSpec
-from ray_etc.planners.parallel import ParallelConfig
-
-OPTIMIZER_KINDS = ("main_param", "exp_avg", "exp_avg_sq")
-
-Part = tuple[str, tuple[int, ...], int | None, int]
-"""(name, shape in elements, split_dim, layer) of one weight; see TensorSpec."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A GPT-like model by its sizes, in elements; `vocab` is without padding.
-
-    `num_query_groups` below `num_attention_heads` is grouped-query attention. `gated` is SwiGLU (gate, up and down
-    instead of two matrices). `positions` is the length of a learned table of positions, 0 for rotary ones. `tied`
-    says that the output is the embedding. `biases` gives every linear and norm a bias.
-    """
-
-    num_layers: int
-    hidden: int
-    ffn: int
-    num_attention_heads: int
-    num_query_groups: int
-    vocab: int
-    kv_channels: int = 128
-    positions: int = 0
-    gated: bool = True
-    tied: bool = False
-    biases: bool = False
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights, tied ones once."""
-        return sum(prod(shape) for _, shape, _, _ in self._parts(1))
-
-    def tensors(self, pipeline_parallel: int = 1) -> list[TensorSpec]:
-        """Every tensor of the training state: bf16 weights, then fp32 main weights and both moments.
-
-        Each kind is in the order of Megatron's parameters (norms of a layer first, the way the local layer spec has
-        them). The fused first matrix of SwiGLU is two tensors, up listed before gate: an optimizer bucket runs
-        through parameters backwards but through each of them forwards, so there gate comes first. QKV is one
-        tensor whose rows go group by group (the queries of a group, its key, its value), so that a tensor axis that
-        divides the groups cuts it in boxes. A tied output is the embedding once more on the last of several stages.
-        """
-        forms = [("param", "bfloat16", 2), *((kind, "float32", 4) for kind in OPTIMIZER_KINDS)]
-        parts = list(self._parts(pipeline_parallel))
-        return [
-            TensorSpec(kind, name, shape, dtype, itemsize, split_dim, layer)
-            for kind, dtype, itemsize in forms
-            for name, shape, split_dim, layer in parts
-        ]
-
-    def check(self, parallel: ParallelConfig) -> None:
-        """Raise ValueError, with the numbers and what would do, where `parallel` cannot hold this model."""
-        tensor, pipeline = parallel.tensor_parallel, parallel.pipeline_parallel
-        for name in ("num_query_groups", "num_attention_heads", "ffn"):
-            _must_divide(name, getattr(self, name), "tp", tensor)
-        _must_divide("num_layers", self.num_layers, "pp", pipeline)
-
-    def _parts(self, pipeline_parallel: int) -> Iterator[Part]:
-        last = self.num_layers
-        embedding = ("embedding.word_embeddings.weight", (self.vocab, self.hidden), 0)
-        yield (*embedding, -1)
-        if self.positions:
-            yield ("embedding.position_embeddings.weight", (self.positions, self.hidden), None, -1)
-        for layer in range(self.num_layers):
-            yield from self._layer(layer)
-        yield from self._with_bias("decoder.final_layernorm.", (self.hidden,), None, last)
-        if not self.tied:
-            yield ("output_layer.weight", (self.vocab, self.hidden), 0, last)
-        elif pipeline_parallel > 1:
-            yield (*embedding, last)
-
-    def _layer(self, layer: int) -> Iterator[Part]:
-        attention, mlp = (f"decoder.layers.{layer}.{block}." for block in ("self_attention", "mlp"))
-        heads = self.num_attention_heads * self.kv_channels
-        qkv = heads + 2 * self.num_query_groups * self.kv_channels
-        yield from self._with_bias(attention + "linear_qkv.layer_norm_", (self.hidden,), None, layer)
-        yield from self._with_bias(attention + "linear_proj.", (self.hidden, heads), 1, layer)
-        yield from self._with_bias(attention + "linear_qkv.", (qkv, self.hidden), 0, layer)
-        yield from self._with_bias(mlp + "linear_fc1.layer_norm_", (self.hidden,), None, layer)
-        if self.gated:
-            for part in ("v", "w"):
-                yield (mlp + f"linear_fc1.weight_{part}", (self.ffn, self.hidden), 0, layer)
-        else:
-            yield from self._with_bias(mlp + "linear_fc1.", (self.ffn, self.hidden), 0, layer)
-        yield from self._with_bias(mlp + "linear_fc2.", (self.hidden, self.ffn), 1, layer)
-
-    def _with_bias(self, prefix: str, shape: tuple[int, ...], split_dim: int | None, layer: int) -> Iterator[Part]:
-        """The weight, and its bias if the model has them; that of a matrix cut by columns is whole on every rank."""
-        yield (prefix + "weight", shape, split_dim, layer)
-        if self.biases:
-            yield (prefix + "bias", shape[:1], split_dim if split_dim == 0 else None, layer)
-
-
-def _must_divide(name: str, value: int, axis: str, size: int) -> None:
-    if value % size:
-        fitting = [number for number in range(1, value + 1) if value % number == 0]
-        below = [number for number in fitting if number < size][-3:]
-        above = [number for number in fitting if number > size][:1]
-        use = " or ".join(f"{axis}={number}" for number in (*below, *above))
-        raise ValueError(f"{name}={value} cannot be split by {axis}={size}; use {use}")
+__all__ = ["OPTIMIZER_KINDS", "ZOO", "ModelShape", "model_named"]
 
 
 def _gpt3(num_layers: int, hidden: int, heads: int) -> ModelShape:
     return ModelShape(
-        num_layers, hidden, 4 * hidden, heads, heads, 50257, positions=2048, gated=False, tied=True, biases=True
+        num_layers,
+        hidden,
+        4 * hidden,
+        heads,
+        heads,
+        50257,
+        positions=2048,
+        gated=False,
+        tied=True,
+        biases=True,
+        norm_biases=True,
     )
 
 
@@ -132,6 +36,24 @@ ZOO: dict[str, ModelShape] = {
     "llama3-8b": ModelShape(32, 4096, 14336, 32, 8, 128256),
     "llama3-70b": ModelShape(80, 8192, 28672, 64, 8, 128256),
     "llama3-405b": ModelShape(126, 16384, 53248, 128, 8, 128256),
+    # Jiang et al., arXiv 2401.04088, table 1.
+    "mixtral-8x7b": ModelShape(32, 4096, 14336, 32, 8, 32000, experts=ExpertShape(8, 14336)),
+    # Qwen team, arXiv 2505.09388, table 2, and the config.json of each checkpoint.
+    "qwen3-30b-a3b": ModelShape(48, 2048, 6144, 32, 4, 151936, qk_norms=True, experts=ExpertShape(128, 768)),
+    "qwen3-235b-a22b": ModelShape(94, 4096, 12288, 64, 4, 151936, qk_norms=True, experts=ExpertShape(128, 1536)),
+    # DeepSeek-AI, arXiv 2412.19437, section 4.2: three dense layers, then 256 experts and a shared one a layer. The
+    # layer that predicts a second token (mtp_layers=1) is not included: the published 671B are without it too.
+    "deepseek-v3": ModelShape(
+        61,
+        7168,
+        18432,
+        128,
+        128,
+        129280,
+        qk_norms=True,
+        experts=ExpertShape(256, 2048, shared_ffn=2048, dense_layers=(0, 1, 2), router_bias=True),
+        latent=LatentShape(q_rank=1536, kv_rank=512),
+    ),
 }
 """Model shapes by the name that the command line takes."""
 

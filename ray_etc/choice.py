@@ -11,10 +11,40 @@ Chooser = Callable[[int], ParallelConfig]
 
 
 def as_chooser(parallel: ParallelConfig | Chooser | None) -> Chooser:
-    """A configuration stands for its tensor and pipeline axes, with data parallelism filling the ranks."""
+    """A configuration stands for its tensor and pipeline axes, with data parallelism filling the ranks.
+
+    Raises ValueError, as the chooser does, for a configuration that cannot be trained under.
+    """
     if parallel is None:
         parallel = ParallelConfig()
-    return parallel.with_world_size if isinstance(parallel, ParallelConfig) else parallel
+    if isinstance(parallel, ParallelConfig):
+        require_trainable(parallel)
+        return parallel.with_world_size
+    choose = parallel
+
+    def checked(number: int) -> ParallelConfig:
+        chosen = choose(number)
+        require_trainable(chosen)
+        return chosen
+
+    return checked
+
+
+def require_trainable(parallel: ParallelConfig) -> None:
+    """Raise ValueError where `parallel` has an axis that is planned for, but that nothing trains under yet."""
+    plain = ParallelConfig()
+    for axis in (
+        "context_parallel",
+        "expert_parallel",
+        "expert_tensor_parallel",
+        "virtual_pipeline",
+        "pipeline_layers",
+        "fully_sharded",
+    ):
+        if (value := getattr(parallel, axis)) != getattr(plain, axis):
+            raise ValueError(
+                f"{axis}={value} can be planned (`python -m ray_etc plan`), but not trained under yet; leave it out"
+            )
 
 
 def largest(chooser: Chooser, at_most: int, check: Callable[[ParallelConfig], str | None]) -> ParallelConfig | None:

@@ -6,16 +6,17 @@ import json
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
 import tyro
 
+from ray_etc.plan_arguments import check_room, load_model, parse_parallel
 from ray_etc.planners.explain import size, summary, table
 from ray_etc.planners.forecast import Forecast, forecast, plan_of
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.zoo import ModelShape, model_named
+from ray_etc.planners.zoo import ModelShape
 
 AXES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "dp": "data_parallel"}
 MIB = 2**20
@@ -26,10 +27,12 @@ class PlanOptions:
     """Print what a resize would move: bytes by kind of link, against the least possible, and the busiest links."""
 
     model: str
-    """A public model: gpt3-1.3b, gpt3-6.7b, gpt3-175b, llama2-7b, llama2-13b, llama2-70b, llama3-8b, llama3-70b or
-    llama3-405b."""
+    """A public model: gpt3-1.3b, gpt3-6.7b, gpt3-175b, llama2-7b, llama2-13b, llama2-70b, llama3-8b, llama3-70b,
+    llama3-405b, mixtral-8x7b, qwen3-30b-a3b, qwen3-235b-a22b or deepseek-v3; or a .yaml or .json file of Megatron's
+    argument names."""
     source: Annotated[str, tyro.conf.arg(name="from", metavar="tp=N,pp=N,dp=N")]
-    """The running configuration, an axis left out being 1. The optimizer state is split over dp (ZeRO-1)."""
+    """The running configuration, an axis left out being 1: tp, pp, dp, cp, ep, etp and vpp. layers=7-8-8-7 gives the
+    layers of each stage. The optimizer state is split over dp (ZeRO-1), unless "plain" or "fsdp" is added."""
     target: Annotated[str, tyro.conf.arg(name="to", metavar="tp=N,pp=N,dp=N")]
     """The configuration to move to."""
     nodes: Annotated[str, tyro.conf.arg(metavar="NxK,MxK")]
@@ -62,10 +65,8 @@ def run_plan(options: PlanOptions) -> int:
     try:
         if options.staging_mib < 1:
             raise ValueError(f"--staging-mib {options.staging_mib} must be at least 1")
-        model = model_named(options.model)
-        before, after = sides(options)
-        for side in (before, after):
-            check_side(model, side)
+        model = load_model(options.model)
+        before, after = (check_side(model, side) for side in sides(options))
         held, wanted = ((model.tensors(side.parallel.pipeline_parallel), side.parallel) for side in (before, after))
         made = forecast(held, wanted, node_size=after.node_size, nodes_after=after.nodes)
     except ValueError as error:
@@ -101,35 +102,13 @@ def sides(options: PlanOptions) -> tuple[Side, Side]:
     )
 
 
-def parse_parallel(flag: str, text: str) -> ParallelConfig:
-    """`tp=8,pp=4,dp=32` as a configuration with ZeRO-1; ValueError, naming `flag`, for anything else."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, number = part.partition("=")
-        if axis not in AXES:
-            raise ValueError(f"{flag} {text}: {axis!r} is not one of {', '.join(AXES)}, which are planned so far")
-        if axis in sizes:
-            raise ValueError(f"{flag} {text}: {axis} is given twice")
-        if not number.isdecimal() or not int(number):
-            raise ValueError(f"{flag} {text}: {axis}={number} must be a whole number of at least 1")
-        sizes[axis] = int(number)
-    return ParallelConfig(sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("dp", 1))
-
-
-def check_side(model: ModelShape, side: Side) -> None:
-    """Raise ValueError, with the numbers, where the model cannot be split so or the ranks have no room."""
-    parallel = side.parallel
-    model.check(parallel)
-    if parallel.tensor_parallel > side.node_size:
-        raise ValueError(
-            f"tp={parallel.tensor_parallel} does not fit on a node of {side.node_size} GPUs; use tp<={side.node_size}"
-        )
-    if parallel.world_size > side.slots:
-        raise ValueError(
-            f"tp={parallel.tensor_parallel} x pp={parallel.pipeline_parallel} x dp={parallel.data_parallel} = "
-            f"{parallel.world_size} ranks need as many GPUs; {side.nodes}x{side.node_size} are {side.slots}, "
-            f"enough for dp<={side.slots // parallel.model_parallel}"
-        )
+def check_side(model: ModelShape, side: Side) -> Side:
+    """`side` with the layers of its stages; ValueError, with the numbers, where model or ranks do not fit."""
+    parallel = model.settled(side.parallel)
+    check_room(parallel, side.nodes, side.node_size)
+    if parallel != ParallelConfig(parallel.tensor_parallel, parallel.pipeline_parallel, parallel.data_parallel):
+        raise ValueError(f"{parallel}: the forecast knows tp, pp and dp with even stages and ZeRO-1 only")
+    return replace(side, parallel=parallel)
 
 
 def report(options: PlanOptions, model: ModelShape, before: Side, after: Side, made: Forecast) -> dict[str, Any]:

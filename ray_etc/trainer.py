@@ -15,7 +15,7 @@ from ray.train import RunConfig, ScalingConfig, TrainingFailedError, WorkerGroup
 from ray_etc.actors.generation import TrainJob
 from ray_etc.actors.ray_internals import slot_resources, train_run_context
 from ray_etc.actors.record import ResizeRecord
-from ray_etc.choice import Chooser, as_chooser
+from ray_etc.choice import Chooser, as_chooser, require_trainable
 from ray_etc.controller import Controller
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.placement import preview
@@ -211,6 +211,7 @@ class ElasticRun:
         if (num_workers is None) == (parallel is None):
             raise ValueError("give either num_workers or parallel")
         target = parallel if parallel is not None else self._controller.requests.aim.chooser(num_workers or 0)
+        require_trainable(target)
         low, high = self._scaling.min_workers, self._scaling.max_workers
         if not low <= target.world_size <= high:
             allowed = f"num_workers={self._scaling.num_workers} allows {low} to {high}"

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
+from ray_etc.choice import require_trainable
 from ray_etc.planners.parallel import ParallelConfig
 
 
@@ -114,6 +115,7 @@ class BatchConfig:
 
 def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfig) -> None:
     """Raise ValueError, with the numbers and the remedy, where `parallel` cannot train `model`."""
+    require_trainable(parallel)
     tensor, pipeline, data = parallel.tensor_parallel, parallel.pipeline_parallel, parallel.data_parallel
     heads, groups = model.num_attention_heads, model.num_query_groups
     _require_divisor("num_attention_heads", heads, "tensor_parallel", tensor)

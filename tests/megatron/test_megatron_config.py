@@ -48,6 +48,11 @@ BATCH = BatchConfig(global_batch_size=8, micro_batch_size=2)
             parallel(tp=2, sp=True),
             "sequence_length=15 cannot be split by tensor_parallel=2; use 1, 3, 5 or 15",
         ),
+        (
+            {},
+            ParallelConfig(context_parallel=2),
+            "context_parallel=2 can be planned (`python -m ray_etc plan`), but not trained under yet; leave it out",
+        ),
         ({}, parallel(tp=4, pp=4, dp=4, sp=True), None),
     ],
 )

@@ -71,8 +71,8 @@ def test_nothing_to_move(capsys: pytest.CaptureFixture[str]) -> None:
     assert "busiest" not in text
 
 
-@pytest.mark.parametrize("model", ZOO)
-def test_every_model_has_a_forecast(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", [name for name, model in ZOO.items() if model.experts is None])
+def test_every_dense_model_has_a_forecast(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     pp = 2 if ZOO[model].num_layers % 4 else 4
     options = PlanOptions(model, f"tp=8,pp={pp},dp=2", f"tp=4,pp={pp},dp=2", f"{2 * pp}x8,{pp}x8")
     facts = facts_of(options, capsys)
@@ -83,12 +83,13 @@ def test_every_model_has_a_forecast(model: str, capsys: pytest.CaptureFixture[st
     ("changed", "message"),
     [
         ({"target": "tp=16,pp=4,dp=6"}, "num_query_groups=8 cannot be split by tp=16; use tp=2 or tp=4 or tp=8"),
-        ({"target": "tp=8,pp=3"}, "num_layers=80 cannot be split by pp=3; use pp=1 or pp=2 or pp=4"),
+        ({"target": "tp=8,pp=81"}, "num_layers=80 cannot fill pp=81 stages; use pp<=80"),
+        ({"target": "tp=8,pp=3"}, "TP8 PP3 DP1 layers 27-27-26 ZeRO-1: the forecast knows tp, pp and dp with even"),
         ({"target": "tp=8,pp=4,dp=7"}, "8 x pp=4 x dp=7 = 224 ranks need as many GPUs; 24x8 are 192, enough for dp<=6"),
         ({"nodes": "32x4,48x4"}, "tp=8 does not fit on a node of 4 GPUs; use tp<=4"),
         ({"nodes": "16x8,12x16"}, "nodes of 8 and of 16 GPUs; use one size"),
         ({"nodes": "16x8"}, "--nodes 16x8 is not like 128x8,192x8"),
-        ({"target": "tp=8,cp=2"}, "'cp' is not one of tp, pp, dp, which are planned so far"),
+        ({"target": "tp=8,sp=2"}, "'sp' is not one of tp, pp, dp, cp, ep, etp, vpp or layers, nor the word zero1 or"),
         ({"target": "tp=8,tp=4"}, "tp is given twice"),
         ({"source": "tp=0"}, "--from tp=0: tp=0 must be a whole number of at least 1"),
         ({"model": "llama4"}, "model 'llama4' is not known; use one of gpt3-1.3b"),
