@@ -263,20 +263,3 @@ def _matrix(tensor: TensorSpec, position: int) -> object:
     if tensor.expert_dim is None:
         return position
     return (tensor.layer, re.sub("_[vw]$", "", tensor.name), tensor.shape[tensor.expert_dim])
-
-
-def tensor_parallel_box(tensor: TensorSpec, index: int, size: int) -> Box:
-    """The box of `tensor` that index `index` of a tensor axis of `size` holds. Only for compressed.py."""
-    offsets, lengths = _Mesh(size, 1, 1).cut(tensor, len(tensor.shape))
-    return Box(tuple(offsets[index].tolist()), tuple(lengths[index].tolist()))
-
-
-def is_on_stage(tensor: TensorSpec, stage: int, stage_count: int, layers: int) -> bool:
-    """Whether pipeline stage `stage` of `stage_count` holds `tensor`. Only for compressed.py."""
-    if tensor.layer is None:
-        return True
-    if tensor.layer < 0:
-        return stage == 0
-    if tensor.layer >= layers:
-        return stage == stage_count - 1
-    return stage == tensor.layer * stage_count // layers

@@ -49,15 +49,14 @@ class Ways:
         return len(self.start) - 1
 
 
-class FanOut:
-    """Chooses the ways of all streams.
+def fan_out(streams: Streams, network: Network, *, relays: bool = True) -> Ways:
+    """The ways of all streams that have any choice (see `direct_hops` for the others); without `relays` nobody hands on."""
+    return _FanOut(streams, network, relays).ways()
 
-    Args:
-        streams: what goes over the wire.
-        network: the nodes of the ranks and the speed of links.
-    """
 
-    def __init__(self, streams: Streams, network: Network) -> None:
+class _FanOut:
+    def __init__(self, streams: Streams, network: Network, relays: bool) -> None:
+        self._relays = relays
         self._streams, self._node, self._links = streams, network.node, network.links
         # Below this size the fixed cost of a message is more than its bytes.
         self._least_share = {
@@ -68,16 +67,15 @@ class FanOut:
         self._ways = Ways()
 
     def ways(self) -> Ways:
-        """The ways of all streams that have any choice; see `direct_hops` for the others."""
         holders_first, holders = self._streams.holders_of
         wanters_first, wanters = self._streams.wanters_of
         for stream in np.flatnonzero(has_choice(self._streams)).tolist():
             held_by = holders[holders_first[stream] : holders_first[stream + 1]]
             wanted_by = wanters[wanters_first[stream] : wanters_first[stream + 1]]
             start, stop = map(float, self._streams.class_start[stream : stream + 2])
-            if len(wanted_by) == 1:
-                rank = int(wanted_by[0])
-                self._ways.add(stream, start, stop, rank, self._options(held_by, rank))
+            if len(wanted_by) == 1 or not self._relays:
+                for rank in wanted_by.tolist():
+                    self._ways.add(stream, start, stop, rank, self._options(held_by, rank))
             else:
                 self._spread(stream, start, stop, held_by, wanted_by)
         return self._ways

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
 
 from ray_etc.planners.assign import Assignment, assign
-from ray_etc.planners.expected import expected_layouts
+from ray_etc.planners.expected import expected_table
 from ray_etc.planners.layout import RankLayout, TensorSpec
-from ray_etc.planners.migrate import make_plan
-from ray_etc.planners.overlap import overlap_nbytes
+from ray_etc.planners.links import Links
+from ray_etc.planners.match import match
+from ray_etc.planners.migrate import STAGING_NBYTES, plan_moves
+from ray_etc.planners.overlap import Overlap, Part
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.table import LayoutTable
 
 
 def known_tensors(layouts: Sequence[RankLayout]) -> list[TensorSpec]:
@@ -32,8 +37,8 @@ def place(
     each slot that may be used.
     """
     slots = sorted(nodes)
-    overlap = overlap_nbytes(held, expected_layouts(tensors, parallel), slots)
-    return assign(overlap, slots, nodes, parallel.tensor_groups())
+    found = match(LayoutTable.of([tuple(held.get(slot, ())) for slot in slots]), expected_table(tensors, parallel))
+    return assign(Overlap([Part(*part) for part in found.overlaps()]), slots, nodes, parallel.tensor_groups())
 
 
 def preview(
@@ -41,6 +46,47 @@ def preview(
 ) -> MigrationPlan:
     """The plan for moving to `parallel`, from layouts that no rank has reported yet: an estimate."""
     tensors = known_tensors(list(held.values()))
-    slot_of_rank = place(tensors, held, parallel, usable).slot_of_rank
-    target = dict(zip(slot_of_rank, expected_layouts(tensors, parallel), strict=True))
-    return make_plan(held, target, {**usable, **nodes})
+    slots = sorted(held.keys() | usable.keys())
+    return plan_resize(
+        LayoutTable.of([tuple(held.get(slot, ())) for slot in slots]),
+        expected_table(tensors, parallel),
+        parallel.tensor_groups(),
+        slots,
+        {**usable, **nodes},
+        usable=usable.keys(),
+    )
+
+
+def plan_resize(
+    held: LayoutTable,
+    wanted: LayoutTable,
+    groups: Sequence[Sequence[int]],
+    slots: Sequence[int],
+    nodes: Mapping[int, str],
+    *,
+    usable: Collection[int],
+    staging_nbytes: int = STAGING_NBYTES,
+    endangered: Collection[int] = (),
+    links: Links | None = None,
+) -> MigrationPlan:
+    """Place new ranks and plan their moves: layouts, assignment, sources and rounds at once, for any number of ranks.
+
+    Rank i of `held` is what `slots[i]` (rising) holds, rank j of `wanted` what new rank j shall hold, and `groups` are
+    new ranks to keep inside a node. New ranks go on `usable` slots only. The rest is as in `make_plan`; the lower bound
+    is under the constraints of the placement. The plan is not yet checked.
+    """
+    found = match(held, wanted)
+    columns = np.array([column for column, slot in enumerate(slots) if slot in usable], dtype=np.int64)
+    free = [slots[column] for column in columns]
+    overlap = Overlap([Part(part, of_new, of_old[columns]) for part, of_new, of_old in found.overlaps()])
+    chosen = assign(overlap, free, nodes, groups)
+    return plan_moves(
+        found,
+        np.searchsorted(slots, chosen.slot_of_rank),
+        slots,
+        [nodes[slot] for slot in slots],
+        nbytes_lower_bound=found.nbytes_needed - chosen.nbytes_kept_bound,
+        staging_nbytes=staging_nbytes,
+        endangered=[column for column, slot in enumerate(slots) if slot in endangered],
+        links=links,
+    )

@@ -16,11 +16,13 @@ from ray_etc.planners.demands import Streams
 from ray_etc.planners.fan_out import Hops
 from ray_etc.planners.intersect import ragged, ranges
 
-WORTH_A_MESSAGE_NBYTES = 1 << 20
-"""Bytes on one way are not cut into smaller chunks than this, where these fit."""
-
 CHUNKS_PER_BUDGET = 16
-"""Nor into larger ones than this share of the budget, unless in every round: so rounds fill well."""
+"""Bytes on one way are not cut into smaller chunks than this share of the budget, so that messages stay large; nor into
+larger ones, unless in every round, so that rounds fill well."""
+
+
+SLACK = 0.04
+"""Share of rounds that are added where whole units do not fill the fewest rounds exactly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,48 +47,62 @@ def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: i
     order = np.argsort(hops.segment, kind="stable")
     edges = np.searchsorted(hops.segment[order], np.arange(len(urgent) + 1))
     one_hop = order[edges[:-1]]
-    nbytes = hops.stop[one_hop] - hops.start[one_hop]
-    ring = (hops.dst[one_hop] - hops.src[one_hop]) % world_size
-
+    segments = _Segments(
+        streams.unit_at(hops.start[one_hop]),
+        streams.unit_at(hops.stop[one_hop]),
+        (hops.dst[one_hop] - hops.src[one_hop]) % world_size,
+    )
     is_urgent = urgent[hops.segment]
     first_rounds = _least_rounds(hops, is_urgent, world_size, staging_nbytes)
     last_rounds = _least_rounds(hops, ~is_urgent, world_size, staging_nbytes)
-    rounds = np.where(urgent, first_rounds, last_rounds)
     hurried = np.zeros(world_size, dtype=bool)
     hurried[hops.src[is_urgent]] = hurried[hops.dst[is_urgent]] = True
     waits = np.zeros(len(urgent), dtype=bool)
     np.logical_or.at(waits, hops.segment, (hurried[hops.src] | hurried[hops.dst]) & ~is_urgent)
-    offset = np.where(waits, first_rounds, 0)
 
-    # From here on in whole units. A chunk and what rounding its ends adds must fit into a round.
-    first_unit, last_unit = streams.unit_at(hops.start[one_hop]), streams.unit_at(hops.stop[one_hop])
-    start = streams.nbytes_at(first_unit)
-    nbytes = streams.nbytes_at(last_unit) - start
+    for slack in (0.0, SLACK):
+        first, last = (rounds + int(np.ceil(slack * rounds)) for rounds in (first_rounds, last_rounds))
+        earliest = np.where(waits, first, 0)
+        number, start, stop, begin = _spread(segments, streams, np.where(urgent, first, last), earliest, staging_nbytes)
+        chunk, place = ranges(edges[number], np.diff(edges)[number])
+        hop = order[place]
+        columns = (start[chunk], stop[chunk], hops.src[hop], hops.dst[hop], hops.turn[hop])
+        chunks = Chunks(hops.stream[hop], *columns, begin[chunk] + hops.turn[hop] - 1)
+        nbytes = (streams.nbytes_at(stop) - streams.nbytes_at(start))[chunk]
+        load = _load(chunks, nbytes, world_size)
+        if (load <= staging_nbytes).all():
+            return chunks
+    return _within_budget(chunks, chunk, earliest[number], nbytes, load, staging_nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Segments:
+    """The units [start, stop) of each segment, and how far round the ring of ranks its first hop goes: int64 each."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    ring: np.ndarray
+
+
+def _spread(
+    segments: _Segments, streams: Streams, rounds: np.ndarray, earliest: np.ndarray, staging_nbytes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Chunks of all segments, evenly over `rounds[s]` rounds from `earliest[s]` on: segment, units, and first round.
+
+    Segments take turns round the ring, so that the odd larger or lonely chunks of a rank are not all in one round.
+    """
+    origin = streams.nbytes_at(segments.start)
+    nbytes = streams.nbytes_at(segments.stop) - origin
+    # A chunk, and what rounding its ends to whole units adds, must fit into a round.
     room = staging_nbytes - int(streams.unit_nbytes.max(initial=0))
     at_least = np.where(nbytes <= staging_nbytes, 1, -(-nbytes // room))
-    worth = min(WORTH_A_MESSAGE_NBYTES, staging_nbytes // CHUNKS_PER_BUDGET + 1)
-    count = np.clip(nbytes // worth, at_least, np.maximum(rounds, at_least))
-    segment, index = ragged(count)
-    edge = streams.unit_at(start[segment] + nbytes[segment] * index / count[segment])
-    until = streams.unit_at(start[segment] + nbytes[segment] * (index + 1) / count[segment])
-    there = until > edge
-    segment, index, edge, until = segment[there], index[there], edge[there], until[there]
-    spread = index * rounds[segment] // count[segment]
-    begin = offset[segment] + (spread + ring[segment]) % np.maximum(rounds[segment], 1)
-
-    chunk, place = ranges(edges[segment], np.diff(edges)[segment])
-    hop = order[place]
-    chunk_nbytes = streams.nbytes_at(until) - streams.nbytes_at(edge)
-    chunks = Chunks(
-        hops.stream[hop],
-        edge[chunk],
-        until[chunk],
-        hops.src[hop],
-        hops.dst[hop],
-        hops.turn[hop],
-        begin[chunk] + hops.turn[hop] - 1,
-    )
-    return _within_budget(chunks, chunk, offset[segment], chunk_nbytes[chunk], world_size, staging_nbytes)
+    count = np.clip(nbytes // (staging_nbytes // CHUNKS_PER_BUDGET + 1), at_least, np.maximum(rounds, at_least))
+    number, index = ragged(count)
+    start = streams.unit_at(origin[number] + nbytes[number] * index / count[number])
+    stop = streams.unit_at(origin[number] + nbytes[number] * (index + 1) / count[number])
+    begin = (index * rounds[number] // count[number] + segments.ring[number]) % np.maximum(rounds[number], 1)
+    there = stop > start
+    return number[there], start[there], stop[there], (earliest[number] + begin)[there]
 
 
 def _least_rounds(hops: Hops, among: np.ndarray, world_size: int, staging_nbytes: int) -> int:
@@ -96,26 +112,24 @@ def _least_rounds(hops: Hops, among: np.ndarray, world_size: int, staging_nbytes
     return int(np.ceil(busiest / staging_nbytes))
 
 
+def _load(chunks: Chunks, nbytes: np.ndarray, world_size: int) -> np.ndarray:
+    """Bytes of each rank and round: int64 [2 * world_size, rounds], first what ranks send, then what they receive."""
+    load = np.zeros((2 * world_size, int(chunks.round.max(initial=0)) + 1), dtype=np.int64)
+    for end in (chunks.src, world_size + chunks.dst):
+        np.add.at(load, (end, chunks.round), nbytes)
+    return load
+
+
 def _within_budget(
-    chunks: Chunks,
-    number: np.ndarray,
-    earliest: np.ndarray,
-    nbytes: np.ndarray,
-    world_size: int,
-    staging_nbytes: int,
+    chunks: Chunks, number: np.ndarray, earliest: np.ndarray, nbytes: np.ndarray, load: np.ndarray, staging_nbytes: int
 ) -> Chunks:
     """`chunks` with some moved to other rounds, where they are too much for a rank in theirs.
 
-    Entry i is one hop of chunk `number[i]`, of `nbytes[i]` bytes, and chunk c may not go before round `earliest[c]`. Whole units do not share out evenly, so a few chunks do
-    not fit where they are; each of their hops goes to the first round that has room and comes after the hop before.
+    Entry i is one hop of chunk `number[i]`, of `nbytes[i]` bytes; chunk c may not go before round `earliest[c]`. Whole
+    units do not share out evenly, so a few chunks do not fit where they are; each of their hops goes to the first round
+    that has room and comes after the hop before.
     """
-    width = int(chunks.round.max(initial=0)) + 1
-    # Row r is what rank r sends, row world_size + r what it receives, in bytes a round.
-    load = np.zeros((2 * world_size, width), dtype=np.int64)
-    for end in (chunks.src, world_size + chunks.dst):
-        np.add.at(load, (end, chunks.round), nbytes)
-    if (load <= staging_nbytes).all():
-        return chunks
+    world_size = len(load) // 2
     over = load > staging_nbytes
     suspects = np.unique(number[over[chunks.src, chunks.round] | over[world_size + chunks.dst, chunks.round]])
     order = np.lexsort((chunks.turn, number))
