@@ -8,7 +8,7 @@ from ray_etc.planners.assign import Assignment, assign
 from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.migrate import make_plan
-from ray_etc.planners.overlap import overlap_nbytes
+from ray_etc.planners.overlap import Overlap, overlap_nbytes
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.plan import MigrationPlan
 
@@ -26,13 +26,13 @@ def known_tensors(layouts: Sequence[RankLayout]) -> list[TensorSpec]:
 def place(
     tensors: Sequence[TensorSpec], held: Mapping[int, RankLayout], parallel: ParallelConfig, nodes: Mapping[int, str]
 ) -> Assignment:
-    """Give each rank of `parallel` a slot, so that most of what it is expected to hold is in place already.
+    """Give each rank of `parallel` a slot, on the fewest nodes, so that most of what it will hold is in place already.
 
     `tensors` are the logical tensors of the state, `held[slot]` what each slot holds now, and `nodes` the node of
     each slot that may be used.
     """
     slots = sorted(nodes)
-    overlap = overlap_nbytes(held, expected_layouts(tensors, parallel), slots)
+    overlap = Overlap.from_dense(overlap_nbytes(held, expected_layouts(tensors, parallel), slots))
     return assign(overlap, slots, nodes, parallel.tensor_groups())
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy.optimize import linear_sum_assignment
 from small_models import layouts_on
 
 from ray_etc.planners.assign import assign
@@ -17,8 +16,7 @@ from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.forecast import Forecast, forecast
 from ray_etc.planners.layout import TensorSpec
 from ray_etc.planners.migrate import make_plan
-from ray_etc.planners.nodewise import Overlap
-from ray_etc.planners.overlap import overlap_nbytes
+from ray_etc.planners.overlap import Overlap, Part, overlap_nbytes
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.zoo import ModelShape
@@ -63,7 +61,7 @@ def plan_of(model: ModelShape, before: ParallelConfig, after: ParallelConfig, ma
     """The real plan for the placement that the forecast chose."""
     slots = range(len(made.traffic.sent))
     source = layouts_on(range(before.world_size), before, tensors_of(model, before))
-    target = layouts_on(made.placement.slot_of_rank.tolist(), after, tensors_of(model, after))
+    target = layouts_on(made.placement.slot_of_rank, after, tensors_of(model, after))
     usable = range(-(-after.world_size // NODE_SIZE) * NODE_SIZE)
     plan = make_plan(source, target, {slot: f"node{slot // NODE_SIZE}" for slot in slots}, usable=usable)
     plan.check()
@@ -99,19 +97,6 @@ def test_overlap_is_that_of_the_layouts(model: ModelShape, before: ParallelConfi
     np.testing.assert_array_equal(found.rows(np.arange(after.world_size)), expected)
 
 
-@models
-@cases
-def test_bound_for_many_slots_is_never_below_the_best(
-    model: ModelShape, before: ParallelConfig, after: ParallelConfig
-) -> None:
-    """Also where the last old slots may not be used."""
-    for slot_count in (max(before.world_size, after.world_size), after.world_size):
-        overlap = overlap_of(model, before, after, slot_count)
-        everything = overlap.rows(np.arange(after.world_size))
-        best = int(everything[linear_sum_assignment(everything, maximize=True)].sum())
-        assert best <= overlap.bound()
-
-
 def overlap_of(model: ModelShape, before: ParallelConfig, after: ParallelConfig, slot_count: int) -> Overlap:
     parts = []
     for old, new in zip(
@@ -119,7 +104,7 @@ def overlap_of(model: ModelShape, before: ParallelConfig, after: ParallelConfig,
     ):
         class_of_slot = np.full(max(slot_count, before.world_size), -1)
         class_of_slot[: before.world_size] = old.class_of_rank
-        parts.append((class_overlap(flows(new, old), new, old), new.class_of_rank, class_of_slot[:slot_count]))
+        parts.append(Part(class_overlap(flows(new, old), new, old), new.class_of_rank, class_of_slot[:slot_count]))
     return Overlap(parts)
 
 
@@ -139,7 +124,8 @@ def test_bytes_of_each_link_class_are_those_of_the_plan(
         plan.nbytes_wire - near,
     )
     assert made.placement.nbytes_kept == plan.nbytes_local
-    assert made.nbytes_lower_bound == plan.nbytes_lower_bound
+    # The plan's bound is over all placements, the forecast's over those with whole groups on as few nodes.
+    assert plan.nbytes_lower_bound <= made.nbytes_lower_bound <= plan.nbytes_wire
     received: Counter[int] = Counter()
     across: Counter[str] = Counter()
     for move in wire:
@@ -173,12 +159,14 @@ def test_placement_keeps_as_much_as_the_exact_search(
     slots = range(-(-after.world_size // NODE_SIZE) * NODE_SIZE)
     held = layouts_on(range(before.world_size), before, tensors_of(model, before))
     overlap = overlap_nbytes(held, expected_layouts(tensors_of(model, after), after), slots)
-    exact = assign(overlap, slots, {slot: str(slot // NODE_SIZE) for slot in slots}, after.tensor_groups())
+    exact = assign(
+        Overlap.from_dense(overlap), slots, {slot: str(slot // NODE_SIZE) for slot in slots}, after.tensor_groups()
+    )
     assert exact.groups_are_whole
     assert made.placement.nbytes_kept == exact.nbytes_kept
-    nodes = made.placement.slot_of_rank.reshape(-1, after.tensor_parallel) // NODE_SIZE
+    nodes = np.array(made.placement.slot_of_rank).reshape(-1, after.tensor_parallel) // NODE_SIZE
     assert (nodes == nodes[:, :1]).all()
-    assert len(set(made.placement.slot_of_rank.tolist())) == after.world_size
+    assert len(set(made.placement.slot_of_rank)) == after.world_size
 
 
 def random_transitions(count: int) -> list[tuple[ParallelConfig, ParallelConfig]]:
@@ -196,7 +184,9 @@ def test_random_transitions_move_the_bytes_of_the_plan(before: ParallelConfig, a
     made = forecast_of(GPT, before, after)
     slots = range(-(-after.world_size // NODE_SIZE) * NODE_SIZE)
     overlap = overlap_of(GPT, before, after, len(slots)).rows(np.arange(after.world_size))
-    exact = assign(overlap, slots, {slot: str(slot // NODE_SIZE) for slot in slots}, after.tensor_groups())
+    exact = assign(
+        Overlap.from_dense(overlap), slots, {slot: str(slot // NODE_SIZE) for slot in slots}, after.tensor_groups()
+    )
     assert made.traffic.nbytes_wire <= 1.01 * (made.nbytes_needed - exact.nbytes_kept)
 
 

@@ -18,8 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from ray_etc.planners.compressed import class_overlap, compress, flows
 from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import TensorSpec
-from ray_etc.planners.nodewise import Overlap
-from ray_etc.planners.overlap import overlap_nbytes
+from ray_etc.planners.overlap import Overlap, Part, overlap_nbytes
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.zoo import OPTIMIZER_KINDS, ZOO
 
@@ -100,7 +99,7 @@ def test_llama2_70b_tp8_dp4_pp4_to_tp4_dp8_pp4() -> None:
         for parallel in (old, new)
     )
     found = flows(wanted, held)
-    overlap = Overlap([(class_overlap(found, wanted, held), wanted.class_of_rank, held.class_of_rank)])
+    overlap = Overlap([Part(class_overlap(found, wanted, held), wanted.class_of_rank, held.class_of_rank)])
     needed = int(found.nbytes.sum())
     assert needed == pytest.approx(12 * model.num_parameters, rel=1e-4)  # norms are held by every tensor rank
     assert shares(overlap.rows(np.arange(128)), needed, range(128)) == pytest.approx((0.872, 0.490), abs=1e-3)
