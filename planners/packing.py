@@ -34,6 +34,10 @@ def pack(overlap: Overlap, groups: np.ndarray, nodes: Sequence[np.ndarray]) -> t
     """
     size = groups.shape[1]
     rooms = np.array([len(node) // size for node in nodes])
+    # A node so small that even the largest others beside it are too few is out of the question.
+    others = np.sort(rooms)[::-1][: fewest_nodes(rooms, len(groups)) - 1].sum()
+    usable = np.flatnonzero(others + rooms >= len(groups))
+    nodes, rooms = [nodes[index] for index in usable.tolist()], rooms[usable]
     table = np.full((len(nodes), max(map(len, nodes))), -1, dtype=np.int64)
     for row, node in zip(table, nodes, strict=True):
         row[: len(node)] = node
