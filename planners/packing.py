@@ -133,8 +133,10 @@ def _choose(worth: Worth, rooms: np.ndarray, groups: int) -> tuple[np.ndarray, i
         constraints=[LinearConstraint(limits, -np.inf, above), LinearConstraint(equal, exactly, exactly)],
         options={"node_limit": SEARCH_NODES},
     )
-    is_used = relaxed.x if solution.x is None else solution.x
-    return np.flatnonzero(is_used[-len(rooms) :] > 0.5), bound
+    if solution.x is not None:
+        return np.flatnonzero(solution.x[-len(rooms) :] > 0.5), bound
+    # None found within the limit: the roomiest nodes always have room, and of those the relaxation's.
+    return np.sort(np.lexsort((-relaxed.x[-len(rooms) :], -rooms))[:needed]), bound
 
 
 def _filled(profit: np.ndarray, supply: np.ndarray, rooms: np.ndarray, type_of_node: np.ndarray) -> np.ndarray:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
+from ray_etc.planners import packing
 from ray_etc.planners.assign import Assignment, assign
 from ray_etc.planners.compressed import class_overlap, compress, flows
 from ray_etc.planners.overlap import Overlap, Part
@@ -124,6 +127,14 @@ def test_large_nodes_come_first_where_fewer_of_them_do() -> None:
     assert found.groups_are_whole
     assert found.is_optimal
     assert found.nbytes_kept == 8
+
+
+def test_nodes_are_chosen_even_where_the_search_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "milp", lambda *args, **kwargs: SimpleNamespace(x=None))
+    found, _ = resize("llama3-70b", ParallelConfig(4, 4, 32), ParallelConfig(4, 4, 16), 512)
+    assert found.groups_are_whole
+    assert len(found.idle_nodes) == 32
+    assert found.nbytes_kept > 0.9 * found.nbytes_kept_bound
 
 
 def test_mixed_sizes_of_many_groups_are_refused() -> None:
