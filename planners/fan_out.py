@@ -1,9 +1,10 @@
 """Fan-out: by which hops each stream reaches all who want it, so that the time does not grow with their number.
 
-Where more ranks of a node want the same bytes than hold them there, each fetches one share and hands it on to the others:
-bytes cross the network once a node, over the NICs of all who want them. Where more nodes want them than holders can
-serve, the nodes do the same among each other. Shares too small to be worth a message each go whole, down a tree. See
-Zhuang et al., On Optimizing the Communication of Model Parallelism (arXiv 2211.05322), on broadcasts that are split.
+Where more ranks of a node want the same bytes than hold them there, each fetches one share and hands it on to the
+others: bytes cross the network once a node, over the NICs of all who want them. Where more nodes want them than
+holders can serve, the nodes do the same among each other. Shares too small to be worth a message go whole, down a
+tree. On broadcasts that are split see Zhuang et al., On Optimizing the Communication of Model Parallelism
+(arXiv 2211.05322).
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Ways:
 
 
 def fan_out(streams: Streams, network: Network, *, relays: bool = True) -> Ways:
-    """The ways of all streams that have any choice (see `direct_hops` for the others); without `relays` nobody hands on."""
+    """The ways of all streams that have any choice (see `direct_hops` for the others).
+
+    Without `relays` nobody hands anything on.
+    """
     return _FanOut(streams, network, relays).ways()
 
 
@@ -126,7 +130,7 @@ class _FanOut:
             self._hand_on(share, ranks[index:] + ranks[:index], 2, is_split=count == len(ranks))
 
     def _between(self, stream: int, start: float, stop: float, holders: np.ndarray, nodes: Sequence[list[int]]) -> None:
-        """Several nodes: each share arrives on one node first, which hands it on to the others, each to its own ranks."""
+        """Several nodes: each share arrives on one of them, which hands it on to the others, each to its own ranks."""
         largest = max(len(ranks) for ranks in nodes)
         count = self._share_count(stop - start, len(nodes) * largest, near=False)
         for index in range(count):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def _portions(counts: np.ndarray) -> list[slice]:
     ends = np.cumsum(counts)
     cuts = np.searchsorted(ends, np.arange(CANDIDATES_AT_ONCE, int(ends[-1]) + 1, CANDIDATES_AT_ONCE), side="right")
     edges = np.unique(np.concatenate([[0], cuts, [len(counts)]])).tolist()
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def distinct(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,9 +16,14 @@ from ray_etc.planners.boxes import Box
 from ray_etc.planners.errors import MissingPart, StateMissing
 from ray_etc.planners.intersect import BoxArray, distinct, hash_of_sets, join, ranges
 from ray_etc.planners.layout import TensorSpec
+from ray_etc.planners.overlap import Overlap, Part
 from ray_etc.planners.pieces import find_pieces
 from ray_etc.planners.regions import disjoint, subtract
 from ray_etc.planners.table import LayoutTable
+
+
+WEIGHTS = ("param", "buffer")
+"""Kinds of tensors that data-parallel replicas hold alike."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +86,18 @@ class Match:
         """All that the new ranks need, in place or not."""
         return int(self.target.nbytes.sum())
 
-    def overlaps(self) -> list[tuple[csr_array, np.ndarray, np.ndarray]]:
-        """Bytes that new ranks find with old ones, by classes that are alike.
+    def overlap(self) -> Overlap:
+        """Bytes that new ranks find with old ones: slot j of the overlap is rank j of the source.
 
-        Each part is (bytes [classes of new ranks, classes of old ranks], class of each new rank, class of each old
-        rank), all int64; parts add up. What has a single holder is apart from what has replicas, so that ZeRO-1,
-        where each rank is a class of its own, does not make replicas of weights look different.
+        Weights are apart from the state of the optimizer, so that ZeRO-1, where each rank is a class of its own, does not
+        make replicas of weights look different.
         """
-        counts = np.bincount(self.holder_piece)
-        return [self._overlap(counts[self.atom_piece] == 1), self._overlap(counts[self.atom_piece] > 1)]
+        is_weight = np.array([bundle.tensors[0].kind in WEIGHTS for bundle in self.bundles], dtype=bool)
+        of_weight = is_weight[self.atoms.group]
+        return Overlap([self._part(of_weight), self._part(~of_weight)])
 
-    def _overlap(self, among: np.ndarray) -> tuple[csr_array, np.ndarray, np.ndarray]:
-        """The part of `overlaps` that the atoms of bool [atoms] `among` make."""
+    def _part(self, among: np.ndarray) -> Part:
+        """The part of `overlap` that the atoms of bool [atoms] `among` make."""
         wanted, wanted_at = np.unique(self.atom_wanted[among], return_inverse=True)
         owner, place = ranges(self.wanted_first[wanted], np.diff(self.wanted_first)[wanted])
         wants, class_of_new = _of_classes(
@@ -106,7 +111,7 @@ class Match:
         )
         shape = (len(wanted), len(pieces))
         nbytes = csr_array(coo_array((self.atom_nbytes[among], (wanted_at, piece_at)), shape=shape, dtype=np.int64))
-        return csr_array(wants.T @ nbytes @ holds), class_of_new, class_of_old
+        return Part(csr_array(wants.T @ nbytes @ holds), class_of_new, class_of_old)
 
 
 def _of_classes(thing: np.ndarray, rank: np.ndarray, thing_count: int, world_size: int) -> tuple[csr_array, np.ndarray]:
@@ -121,10 +126,11 @@ def _of_classes(thing: np.ndarray, rank: np.ndarray, thing_count: int, world_siz
     return csr_array(coo_array((ones, (thing, owner)), shape=(thing_count, len(first)))), class_of_rank
 
 
-def match(source: LayoutTable, target: LayoutTable) -> Match:
+def match(source: LayoutTable, target: LayoutTable, *, all_of_it: bool = True) -> Match:
     """Find every part of `target` in `source`.
 
-    Raises StateMissing where an element of the target is held nowhere in its shape and dtype.
+    Raises StateMissing where an element of the target is held nowhere in its shape and dtype, unless `all_of_it` is
+    False: then only what is held is in the match.
     """
     ndim = max(source.offsets.shape[1], target.offsets.shape[1])
     source, target = source.padded(ndim), target.padded(ndim)
@@ -137,7 +143,7 @@ def match(source: LayoutTable, target: LayoutTable) -> Match:
     a, b, atoms = join(wanted, held)
     found = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(found, a, atoms.numel)
-    if not np.array_equal(found, wanted.numel):
+    if all_of_it and not np.array_equal(found, wanted.numel):
         raise StateMissing(_missing(np.flatnonzero(found != wanted.numel), wanted, a, atoms, bundles))
     order = np.argsort(wanted_of_row, kind="stable")
     return Match(

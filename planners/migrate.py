@@ -113,8 +113,6 @@ def _only_on(endangered: Collection[int], streams: Streams, hops: Hops) -> np.nd
 
 def _most_kept(found: Match, columns: Sequence[int]) -> int:
     """Bytes that the best placement of the new ranks on the source's ranks `columns` keeps in place."""
-    overlap = np.zeros((found.target.world_size, len(columns)), dtype=np.int64)
-    for part, class_of_new, class_of_old in found.overlaps():
-        overlap += part.toarray()[class_of_new][:, class_of_old[columns]]
+    overlap = found.overlap().on(np.array(columns, dtype=np.int64)).rows(np.arange(found.target.world_size))
     ranks, places = linear_sum_assignment(overlap, maximize=True)
     return int(overlap[ranks, places].sum())

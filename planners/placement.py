@@ -12,7 +12,6 @@ from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import match
 from ray_etc.planners.migrate import STAGING_NBYTES, plan_moves
-from ray_etc.planners.overlap import Overlap, Part
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.table import LayoutTable
@@ -37,8 +36,10 @@ def place(
     each slot that may be used.
     """
     slots = sorted(nodes)
-    found = match(LayoutTable.of([tuple(held.get(slot, ())) for slot in slots]), expected_table(tensors, parallel))
-    return assign(Overlap([Part(*part) for part in found.overlaps()]), slots, nodes, parallel.tensor_groups())
+    there = LayoutTable.of([tuple(held.get(slot, ())) for slot in slots])
+    # What only slots that leave hold is in nobody's place.
+    found = match(there, expected_table(tensors, parallel), all_of_it=False)
+    return assign(found.overlap(), slots, nodes, parallel.tensor_groups())
 
 
 def preview(
@@ -78,8 +79,7 @@ def plan_resize(
     found = match(held, wanted)
     columns = np.array([column for column, slot in enumerate(slots) if slot in usable], dtype=np.int64)
     free = [slots[column] for column in columns]
-    overlap = Overlap([Part(part, of_new, of_old[columns]) for part, of_new, of_old in found.overlaps()])
-    chosen = assign(overlap, free, nodes, groups)
+    chosen = assign(found.overlap().on(columns), free, nodes, groups)
     return plan_moves(
         found,
         np.searchsorted(slots, chosen.slot_of_rank),

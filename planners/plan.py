@@ -66,8 +66,8 @@ class MigrationPlan:
     `source[r]` and `target[r]` are what slot `slots[r]` holds before and after; `nodes[r]` is its node. `moves` are for
     all tensors of a bundle at once; `local`, `rounds` and `for_rank` list them one by one.
     `nbytes_lower_bound` is the least that any placement of the new ranks on these slots would put on the wire.
-    `staging_nbytes` bounds what a rank sends, and what it receives, in one round. `endangered` are ranks whose slots will
-    go: what nobody else holds leaves them first.
+    `staging_nbytes` bounds what a rank sends, and what it receives, in one round. `endangered` are ranks whose slots
+    will go: what nobody else holds leaves them first.
     """
 
     slots: tuple[int, ...]

@@ -1,9 +1,9 @@
 """Rounds: the hops cut into chunks, each in a round, within the staging memory of every rank.
 
-In a round every rank posts all of its sends and receives at once, so no order of ranks can deadlock. Every pair of ranks
-spreads its bytes evenly over all rounds, so that the busiest rank is as busy in each round as it may be, and there
-are no more rounds than it needs; pairs with little to say speak in few rounds, in turn. What is handed on goes one
-round after it came.
+In a round every rank posts all of its sends and receives at once, so no order of ranks can deadlock. Every pair of
+ranks spreads its bytes evenly over all rounds, so that the busiest rank is as busy in each round as it may be, and
+there are hardly more rounds than it needs; pairs with little to say speak in few rounds, in turn. What is handed on
+goes one round after it came.
 """
 
 from __future__ import annotations

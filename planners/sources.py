@@ -9,7 +9,6 @@ from ray_etc.planners.demands import Streams
 from ray_etc.planners.fan_out import Hops, Ways, chosen_hops, direct_hops, fan_out
 from ray_etc.planners.intersect import ragged
 
-
 RELAYS_MAY_COST = 1.05
 """Bytes are handed on unless the busiest link would be done this much earlier without."""
 

@@ -24,7 +24,7 @@ def replicas(holders: int, new: int, *, mib: float, per_node: int = 8) -> Migrat
     layout: RankLayout = (shard,)
     slots = range(holders + new)
     nodes = {slot: "old" if slot < holders else f"new{(slot - holders) // per_node}" for slot in slots}
-    source = {slot: layout for slot in slots[:holders]}
+    source = dict.fromkeys(slots[:holders], layout)
     plan = make_plan(source, dict.fromkeys(slots, layout), nodes)
     plan.check()
     return plan

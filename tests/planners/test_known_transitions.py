@@ -14,12 +14,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
+from small_models import overlap_nbytes
 
-from ray_etc.planners.compressed import class_overlap, compress, flows
-from ray_etc.planners.expected import expected_layouts
+from ray_etc.planners.expected import expected_layouts, expected_table
 from ray_etc.planners.layout import TensorSpec
-from ray_etc.planners.nodewise import Overlap
-from ray_etc.planners.overlap import overlap_nbytes
+from ray_etc.planners.match import match
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.zoo import OPTIMIZER_KINDS, ZOO
 
@@ -95,15 +94,14 @@ def test_llama2_70b_tp8_dp4_pp4_to_tp4_dp8_pp4() -> None:
     and the vocabulary shifts those of the first and last stage: 87.2% and 49.0%, over all elements of all ranks."""
     model = ZOO["llama2-70b"]
     old, new = ParallelConfig(8, 4, 4), ParallelConfig(4, 4, 8)
-    (held,), (wanted,) = (
-        compress([tensor for tensor in model.tensors(parallel.pipeline_parallel) if tensor.kind != "param"], parallel)
+    held, wanted = (
+        expected_table([t for t in model.tensors(parallel.pipeline_parallel) if t.kind != "param"], parallel)
         for parallel in (old, new)
     )
-    found = flows(wanted, held)
-    overlap = Overlap([(class_overlap(found, wanted, held), wanted.class_of_rank, held.class_of_rank)])
-    needed = int(found.nbytes.sum())
+    found = match(held, wanted)
+    needed = found.nbytes_needed
     assert needed == pytest.approx(12 * model.num_parameters, rel=1e-4)  # norms are held by every tensor rank
-    assert shares(overlap.rows(np.arange(128)), needed, range(128)) == pytest.approx((0.872, 0.490), abs=1e-3)
+    assert shares(found.overlap().rows(np.arange(128)), needed, range(128)) == pytest.approx((0.872, 0.490), abs=1e-3)
 
 
 def overlap_and_need(old: ParallelConfig, new: ParallelConfig, slot_count: int) -> tuple[np.ndarray, int]:
