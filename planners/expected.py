@@ -138,8 +138,8 @@ class _Rows:
 
     def table(self, world_size: int, ndim: int) -> LayoutTable:
         empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), *[np.zeros((0, ndim), np.int64)] * 2)
-        columns = [np.concatenate(column) for column in zip(empty, *self._blocks, strict=True)]
-        return LayoutTable(world_size, tuple(self.families), *columns)
+        family, rank, offsets, lengths = (np.concatenate(column) for column in zip(empty, *self._blocks, strict=True))
+        return LayoutTable(world_size, tuple(self.families), family, rank, offsets, lengths)
 
 
 def _with_empty_boxes(tensors: Sequence[TensorSpec], parallel: ParallelConfig) -> LayoutTable:

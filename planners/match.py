@@ -21,7 +21,6 @@ from ray_etc.planners.pieces import find_pieces
 from ray_etc.planners.regions import disjoint, subtract
 from ray_etc.planners.table import LayoutTable
 
-
 WEIGHTS = ("param", "buffer")
 """Kinds of tensors that data-parallel replicas hold alike."""
 
@@ -89,8 +88,8 @@ class Match:
     def overlap(self) -> Overlap:
         """Bytes that new ranks find with old ones: slot j of the overlap is rank j of the source.
 
-        Weights are apart from the state of the optimizer, so that ZeRO-1, where each rank is a class of its own, does not
-        make replicas of weights look different.
+        Weights are apart from the state of the optimizer, so that ZeRO-1, where each rank is a class of its own, does
+        not make replicas of weights look different.
         """
         is_weight = np.array([bundle.tensors[0].kind in WEIGHTS for bundle in self.bundles], dtype=bool)
         of_weight = is_weight[self.atoms.group]

@@ -16,7 +16,7 @@ from ray_etc.planners.demands import Streams
 from ray_etc.planners.fan_out import Hops
 from ray_etc.planners.intersect import ragged, ranges
 
-CHUNKS_PER_BUDGET = 16
+CHUNKS_PER_BUDGET = 48
 """Bytes on one way are not cut into smaller chunks than this share of the budget, so that messages stay large; nor into
 larger ones, unless in every round, so that rounds fill well."""
 

@@ -58,16 +58,16 @@ class LayoutTable:
             alike.setdefault((shapes[key].shape, tuple(where)), []).append(key)
         families = tuple(tuple(shapes[key] for key in keys) for keys in alike.values())
         ndim = max((len(tensor.shape) for tensor in shapes.values()), default=1) or 1
-        rows = [
+        rows: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = [
             (number, rank, (*box.offsets, *(0,) * ndim)[:ndim], (*box.lengths, *(1,) * ndim)[:ndim])
             for number, keys in enumerate(alike.values())
             for rank, box in held[keys[0]]
         ]
-        position = [
+        flat = [
             where
             for keys in alike.values()
-            for together in zip(*(positions[key] for key in keys), strict=True)
-            for where in together
+            for places in zip(*(positions[key] for key in keys), strict=True)
+            for where in places
         ]
         return cls(
             len(layouts),
@@ -76,7 +76,7 @@ class LayoutTable:
             np.array([row[1] for row in rows], dtype=np.int64),
             np.array([row[2] for row in rows], dtype=np.int64).reshape(-1, ndim),
             np.array([row[3] for row in rows], dtype=np.int64).reshape(-1, ndim),
-            np.array(position, dtype=np.int64),
+            np.array(flat, dtype=np.int64),
             tuple(tuple(layout) for layout in layouts),
         )
 

@@ -244,7 +244,7 @@ def hand_over(old: Generation, new: Generation, usable: Sequence[int]) -> Handov
         members,
         "prepare_move",
         [plan.for_rank(rank) for rank in range(size)],
-        plan.source,
+        list(plan.source),
         [shared.get(slot) for slot in plan.slots],
         [slot in new.slots for slot in plan.slots],
     )

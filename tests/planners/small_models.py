@@ -93,7 +93,7 @@ def logical_arrays(layouts: Sequence[RankLayout]) -> dict[tuple[str, str], np.nd
 
 def carry_out(plan: MigrationPlan) -> None:
     """Do what the ranks would do, on arrays of ids with packed messages, and compare every target element."""
-    logical = logical_arrays(plan.source)
+    logical = logical_arrays(list(plan.source))
     held = [[logical[s.tensor.key][_index(s.box, None)].copy() for s in layout] for layout in plan.source]
     made = [[np.full(s.box.lengths, -1, dtype=np.int64) for s in layout] for layout in plan.target]
     views = [plan.for_rank(rank) for rank in range(len(plan.slots))]
