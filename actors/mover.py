@@ -25,8 +25,8 @@ DIRECT_NBYTES = 512 * 2**20
 class MoveReport:
     """What one rank did: times, bytes, and the checksum of every slice that left or arrived here.
 
-    Each time begins where the one before it ends on CPUs. On GPUs the work overlaps: `local_s` and `wire_s` both count
-    from the start, until the local copies were done and until all was in place; `certify_s` is what came after.
+    On CPUs each time begins where the one before it ends. On GPUs the work overlaps: `local_s` and `wire_s` both count
+    from the start, until the local copies and until the last round was in place; `certify_s` is what came after both.
 
     Checksums are in the order of the moves in the `RankPlan`; `sent` and `received` are keyed by (round, peer), so
     that both ends of a message name it alike.

@@ -42,7 +42,7 @@ class Pipeline:
         self._pack, self._unpack, self._side = (torch.cuda.Stream(device) for _ in range(3))
         # NCCL's kernels come first when processors are free: everything else waits for them in the end.
         self._wire = torch.cuda.Stream(device, priority=-1)
-        self._start, self._local, self._moved, self._certified = (
+        self._start, self._local, self._carried, self._certified = (
             torch.cuda.Event(enable_timing=True) for _ in range(4)
         )
 
@@ -58,16 +58,19 @@ class Pipeline:
             for stream in streams:
                 stream.wait_event(self._start)
             self._enqueue(deadline, on_event)
-            for event, name in ((self._moved, "moved"), (self._certified, "certified")):
-                if self._transport is not None:
-                    self._transport.wait(event, deadline)
-                event.synchronize()
-                if name == "moved":
-                    on_event(name)
-        local_s, moved_s, certified_s = (
-            self._start.elapsed_time(event) / 1e3 for event in (self._local, self._moved, self._certified)
+            for event in (self._local, self._carried):
+                self._wait(event, deadline)
+            on_event("moved")
+            self._wait(self._certified, deadline)
+        local_s, wire_s, all_s = (
+            self._start.elapsed_time(event) / 1e3 for event in (self._local, self._carried, self._certified)
         )
-        return Times(local_s, moved_s, max(certified_s - moved_s, 0.0))
+        return Times(local_s, wire_s, max(all_s - max(local_s, wire_s), 0.0))
+
+    def _wait(self, event: torch.cuda.Event, deadline: Deadline) -> None:
+        if self._transport is not None:
+            self._transport.wait(event, deadline)
+        event.synchronize()
 
     def _enqueue(self, deadline: Deadline, on_event: Callable[[str], None]) -> None:
         """An event is told when its stage is enqueued, on the stage's stream: what it enqueues comes right after."""
@@ -102,8 +105,7 @@ class Pipeline:
                 each.direct.run()
                 each.arrived.run()
         with torch.cuda.stream(self._unpack):
-            self._unpack.wait_event(self._local)
-            self._moved.record()
+            self._carried.record()
         with torch.cuda.stream(self._side):
             self._side.wait_stream(self._pack)
             self._certified.record()

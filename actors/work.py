@@ -160,7 +160,7 @@ class Work:
                     nbytes = moves[position].nbytes
                     packed = staging[stop : stop + nbytes].view(view.dtype).view(view.shape)
                     parcels.append(Parcel(view, packed, first + position))
-                    stop += _aligned(nbytes)
+                    stop += aligned(nbytes)
                 # The other end of a large slice may have no room behind it.
                 end_of_message = start + moves[group[0]].nbytes if self._is_large(moves[group[0]]) else stop
                 messages[peer].append(staging[start:end_of_message])
@@ -176,7 +176,7 @@ class Work:
 
     def _packed_nbytes(self, by_peer: ByPeer, view_of: Callable[[Move], torch.Tensor]) -> int:
         return sum(
-            _aligned(move.nbytes)
+            aligned(move.nbytes)
             for moves in by_peer.values()
             for move in moves
             if not self._goes_straight(move, view_of(move))
@@ -189,5 +189,6 @@ class Work:
         return self._direct_nbytes is not None and move.nbytes >= self._direct_nbytes
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The bytes that a packed slice takes of a staging buffer."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
