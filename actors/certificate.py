@@ -29,7 +29,7 @@ def checksums(slices: Sequence[torch.Tensor]) -> np.ndarray:
         return np.empty(0, np.uint64)
     integers = [as_integers(each) for each in slices]
     sums = torch.zeros(len(slices), dtype=torch.int64, device=integers[0].device)
-    Pass([Job(each, None, number) for number, each in enumerate(integers)], sums).run()
+    Pass([Job(each, None, left=number) for number, each in enumerate(integers)], sums).run()
     return with_sizes(sums.cpu().numpy(), np.array([each.nbytes for each in integers]))
 
 

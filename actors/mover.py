@@ -95,6 +95,7 @@ class Mover:
             self.device,
             self._direct_nbytes if on_gpu else None,
             BUFFERS if on_gpu else 1,
+            reads_back=on_gpu,
         )
         if on_gpu:
             assert self.transport is None or isinstance(self.transport, NcclTransport)
@@ -109,8 +110,8 @@ class Mover:
             timeout_s: for all of it.
             on_event: told of each stage as it is reached: "local:done", then for each round i "round:i:packed",
                 "round:i:received" and "round:i:unpacked", then "moved" and "certified". Tests script faults with it.
-                On GPUs a stage is told when it is enqueued, with its stream as torch's current one. There, slices are
-                summed as they arrive; on CPUs all are after "moved".
+                On GPUs a stage is told when it is enqueued, with its stream as torch's current one, and each piece of
+                the target is read back and summed as it is written. On CPUs the target is summed after "moved".
 
         Raises:
             TransportError: the target is then of no use; the source is untouched.

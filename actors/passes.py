@@ -19,29 +19,45 @@ MAX_UNITS = 2**31 - 2**16
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Copy `source` to `destination`, where there is one, and add the sum of what was read to sum number `number`.
+    """Copy `source` to `destination`; add what was read to sum number `left`, what then lies there to `arrived`.
 
-    Both are integers of one width (see `sums.as_integers`) and of equal shape, with any strides.
+    Both are integers of one width (see `sums.as_integers`) and of equal shape, with any strides. Without a source, the
+    destination is only summed; without a destination, the source. No number, no sum.
     """
 
-    source: torch.Tensor
+    source: torch.Tensor | None
     destination: torch.Tensor | None
-    number: int
+    left: int | None = None
+    arrived: int | None = None
+
+    @property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Source and destination; one of them twice where there is no other."""
+        source = self.destination if self.source is None else self.source
+        destination = self.source if self.destination is None else self.destination
+        assert source is not None
+        assert destination is not None
+        return source, destination
+
+    @property
+    def form(self) -> tuple[bool, bool, bool]:
+        """Whether it copies, sums what leaves, and sums what arrived."""
+        return None not in (self.source, self.destination), self.left is not None, self.arrived is not None
 
 
 class Pass:
     """Jobs that are carried out together, in no order.
 
     Args:
-        jobs: all with a destination, or none.
-        sums: int64, one a sum of the rank, on the device of the jobs; None where this pass sums nothing.
+        jobs: all of one form.
+        sums: int64, one a sum of the rank, on the device of the jobs.
         share: of the GPU's processors, for what runs beside it.
     """
 
-    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor | None, share: float = 1.0) -> None:
-        self._jobs = [job for job in jobs if job.source.numel()]
+    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float = 1.0) -> None:
+        self._jobs = [job for job in jobs if job.ends[0].numel()]
         self._sums = sums
-        self._launch = _Launch(self._jobs, sums, share) if self._jobs and self._jobs[0].source.is_cuda else None
+        self._launch = _Launch(self._jobs, sums, share) if self._jobs and sums.is_cuda else None
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -52,32 +68,36 @@ class Pass:
             self._launch()
             return
         for job in self._jobs:
-            if job.destination is not None:
+            if job.source is not None and job.left is not None:
+                self._sums[job.left] += weighted_sum(job.source)
+            if job.source is not None and job.destination is not None:
                 job.destination.copy_(job.source)
-            if self._sums is not None:
-                self._sums[job.number] += weighted_sum(job.source)
+            if job.destination is not None and job.arrived is not None:
+                self._sums[job.arrived] += weighted_sum(job.destination)
 
 
 class _Launch:
     """The kernel with its tables on the GPU; compiled and loaded when this is made."""
 
-    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor | None, share: float) -> None:
+    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float) -> None:
         from ray_etc.actors.kernels.tiles import (
             WARPS,
             copy_and_sum,
         )  # needs triton, which only comes with torch for GPUs
 
-        device = jobs[0].source.device
+        device = sums.device
         table, dims = job_table(jobs)
         chunks = chunk_table(table)
         self._arguments: tuple[Any, ...] = (
             torch.from_numpy(table).to(device),
             torch.from_numpy(chunks).to(device),
             len(chunks),
-            sums if sums is not None else torch.empty(1, dtype=torch.int64, device=device),
+            sums,
         )
+        [form] = {job.form for job in jobs}
         self._constants = {
-            **{"DIMS": dims, "COPY": jobs[0].destination is not None, "SUM": sums is not None},
+            "DIMS": dims,
+            **dict(zip(("COPY", "LEFT", "ARRIVED"), form, strict=True)),
             "num_warps": WARPS,
         }
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -98,16 +118,14 @@ def job_table(jobs: Sequence[Job]) -> tuple[np.ndarray, int]:
     dims = max(len(sizes) for _, sizes, _, _ in described)
     rows = []
     for job, (width, sizes, source_strides, destination_strides) in zip(jobs, described, strict=True):
-        units = job.source.numel() * job.source.element_size() // width
+        source, destination = job.ends
+        units = source.nbytes // width
         if units > MAX_UNITS:
-            raise ValueError(
-                f"a slice of {tuple(job.source.shape)} is {units} pieces of {width} bytes, over {MAX_UNITS}"
-            )
+            raise ValueError(f"a slice of {tuple(source.shape)} is {units} pieces of {width} bytes, over {MAX_UNITS}")
         fill = dims - len(sizes)
-        destination = job.source if job.destination is None else job.destination
         rows.append(
             [
-                *(job.source.data_ptr(), destination.data_ptr(), units, width, job.number),
+                *(source.data_ptr(), destination.data_ptr(), units, width, job.left or 0, job.arrived or 0),
                 *(*sizes, *[1] * fill, *source_strides, *[0] * fill, *destination_strides, *[0] * fill),
             ]
         )
@@ -126,8 +144,7 @@ def chunk_table(table: np.ndarray) -> np.ndarray:
 
 def _describe(job: Job) -> tuple[int, list[int], list[int], list[int]]:
     """(width, sizes in units, source strides, destination strides in bytes), innermost first, of as few dims as do."""
-    source = job.source
-    destination = source if job.destination is None else job.destination
+    source, destination = job.ends
     itemsize = source.element_size()
     # The bytes of an element are the innermost dim, which the next one joins where elements lie side by side.
     sizes, ours, theirs = [itemsize], [1], [1]

@@ -7,7 +7,7 @@ ends cut a message alike, because a slice is large by its size alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +22,8 @@ ALIGNMENT = 16
 
 PACK_SHARE = 0.16
 SIDE_SHARE = 0.42
-"""Of a GPU's processors: for packing, as much again for unpacking, and for local copies and the sums of what arrived.
-A quarter is left to NCCL, whose kernels need whole processors."""
+"""Of a GPU's processors: for packing, as much again for unpacking, and for local copies and what else is summed. A
+quarter is left to NCCL, whose kernels need whole processors."""
 
 ByPeer = Mapping[int, Sequence[Move]]
 Messages = dict[int, list[torch.Tensor]]
@@ -32,7 +32,7 @@ Messages = dict[int, list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Round:
-    """What one round does here: `direct` sums what leaves without being packed, `arrived` what lies in the target."""
+    """What one round does here. `direct` sums what leaves without being packed, `arrived` what was not read back."""
 
     pack: Pass
     direct: Pass
@@ -62,6 +62,7 @@ class Work:
         device: where messages are packed.
         direct_nbytes: slices of at least this size are large; None where none is.
         buffer_count: staging buffers each way; round i uses number i modulo this.
+        reads_back: sum what arrived by reading back each piece as it is written, where it is copied; else afterwards.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Work:
         device: torch.device,
         direct_nbytes: int | None,
         buffer_count: int,
+        reads_back: bool,
     ) -> None:
         self._source_of, self._target_of, self._direct_nbytes = source_of, target_of, direct_nbytes
+        self._reads_back = reads_back
         self._numbers: dict[tuple[str, int, int], slice] = {}
         self._nbytes = self._number(plan)
         self.sums = torch.zeros(len(self._nbytes), dtype=torch.int64, device=device)
@@ -88,10 +91,14 @@ class Work:
         out = buffers([messages.sends for messages in plan.rounds], source_of)
         into = buffers([messages.receives for messages in plan.rounds], target_of)
         self.staging_nbytes = sum(buffer.numel() for buffer in (*out, *into))
+        left, arrived = (self._numbers[end, -1, plan.rank] for end in ("left", "arrived"))
+        copies, checks = self._writing(
+            [
+                (source_of(move), target_of(move), left.start + number, arrived.start + number)
+                for number, move in enumerate(plan.local)
+            ]
+        )
         share = SIDE_SHARE if plan.rounds else 1.0
-        left, arrived = (self._numbers[end, -1, plan.rank].start for end in ("left", "arrived"))
-        copies = [Job(source_of(move), target_of(move), number) for number, move in enumerate(plan.local, left)]
-        checks = [Job(target_of(move), None, number) for number, move in enumerate(plan.local, arrived)]
         self.local, self.local_arrived = Pass(copies, self.sums, share), Pass(checks, self.sums, share)
         self.rounds = [
             self._round(index, len(plan.rounds), messages.sends, messages.receives, out[slot], into[slot])
@@ -126,18 +133,31 @@ class Work:
         incoming, arriving = self._lay("arrived", index, receives, self._target_of, into)
         # Nothing is on the wire before the first round is packed, nor when the last is unpacked: those have the GPU.
         pack_share = 1.0 if index == 0 else PACK_SHARE
-        unpack_share, side_share = (1.0, 1.0) if index == count - 1 else (PACK_SHARE, SIDE_SHARE)
+        unpack_share = 1.0 if index == count - 1 else PACK_SHARE
+        packing = [Job(each.view, each.packed, left=each.number) for each in leaving if each.packed is not None]
+        direct = [Job(each.view, None, left=each.number) for each in leaving if each.packed is None]
+        unpacking, checks = self._writing([(each.packed, each.view, None, each.number) for each in arriving])
         return Round(
-            pack=Pass(
-                [Job(p.view, p.packed, p.number) for p in leaving if p.packed is not None], self.sums, pack_share
-            ),
-            direct=Pass([Job(p.view, None, p.number) for p in leaving if p.packed is None], self.sums, SIDE_SHARE),
+            pack=Pass(packing, self.sums, pack_share),
+            direct=Pass(direct, self.sums, SIDE_SHARE),
             sends=outgoing,
             receives=incoming,
-            unpack=Pass([Job(p.packed, p.view, 0) for p in arriving if p.packed is not None], None, unpack_share),
-            arrived=Pass([Job(p.view, None, p.number) for p in arriving], self.sums, side_share),
+            unpack=Pass(unpacking, self.sums, unpack_share),
+            arrived=Pass(checks, self.sums, SIDE_SHARE),
             has_relays=any(move.is_relay for moves in sends.values() for move in moves),
         )
+
+    def _writing(
+        self, parts: Iterable[tuple[torch.Tensor | None, torch.Tensor, int | None, int]]
+    ) -> tuple[list[Job], list[Job]]:
+        """Jobs that copy (source, target, number where it left, number where it arrived), and those that sum after."""
+        copies, checks = [], []
+        for source, target, left, arrived in parts:
+            if source is not None:
+                copies.append(Job(source, target, left, arrived if self._reads_back else None))
+            if source is None or not self._reads_back:
+                checks.append(Job(None, target, arrived=arrived))
+        return copies, checks
 
     def _lay(
         self, end: str, index: int, by_peer: ByPeer, view_of: Callable[[Move], torch.Tensor], staging: torch.Tensor

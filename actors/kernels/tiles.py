@@ -5,12 +5,14 @@ innermost first. Jobs are cut into tiles of TILE_NBYTES of the slice in row-majo
 of CHUNK_TILES, so that a launch is balanced however its slices differ in size. Where pointers, runs and strides allow,
 16 bytes a thread are loaded and stored at once; otherwise one word of 4, 2 or 1.
 
-The sum of a slice is that of `sums.py`, which says why: its bytes in row-major order as 32-bit words, each times
-the weight of its place in the tile, times a factor of the tile. What is summed is what was loaded, so a job without
-COPY proves what lies in memory.
+The sum of a slice is that of `sums.py`, which says why: its bytes in row-major order as 32-bit words, each times the
+weight of its place in the tile, times a factor of the tile. LEFT sums what was loaded from the source. ARRIVED sums
+what lies in the destination: after a chunk was copied it is read back, past the first-level cache, so from where every
+later reader of the GPU gets it. A chunk is small enough to be in the second-level cache still, so that this costs
+little of the memory's bandwidth.
 
-A row of the job table, int64: source, destination, number of units, bytes of a unit, number of the sum, then DIMS sizes
-in units, DIMS source strides and DIMS destination strides in bytes.
+A row of the job table, int64: source, destination, number of units, bytes of a unit, numbers of the LEFT and of the
+ARRIVED sum, then DIMS sizes in units, DIMS source strides and DIMS destination strides in bytes.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -22,7 +24,7 @@ TILE_NBYTES = 65536
 CHUNK_TILES = 2
 WARPS = 32
 """A program fills a processor of the GPU, so that a launch of few programs leaves the other processors to NCCL."""
-HEAD = 5
+HEAD = 6
 """Entries of a row before its sizes."""
 
 _TILE_NBYTES = tl.constexpr(TILE_NBYTES)
@@ -57,11 +59,10 @@ def _scalar(number):
 
 
 @triton.jit
-def _offsets(job, unit, DIMS: tl.constexpr):  # noqa: N803
-    """How far `unit` lies from the start of the source and of the destination, in bytes."""
+def _offset(job, unit, DIMS: tl.constexpr, END: tl.constexpr):  # noqa: N803
+    """How far `unit` lies from the start of the source (END 0) or of the destination (END 1), in bytes."""
     rest = unit.to(tl.uint32)
-    source = tl.zeros_like(rest).to(tl.int64)
-    destination = tl.zeros_like(rest).to(tl.int64)
+    offset = tl.zeros_like(rest).to(tl.int64)
     for dim in tl.static_range(DIMS):
         index = rest
         if dim < DIMS - 1:
@@ -69,31 +70,33 @@ def _offsets(job, unit, DIMS: tl.constexpr):  # noqa: N803
             above = rest // size
             index = rest - above * size
             rest = above
-        source += index.to(tl.int64) * tl.load(job + _HEAD + DIMS + dim)
-        destination += index.to(tl.int64) * tl.load(job + _HEAD + 2 * DIMS + dim)
-    return source, destination
+        offset += index.to(tl.int64) * tl.load(job + _HEAD + (1 + END) * DIMS + dim)
+    return offset
 
 
 @triton.jit
-def _lane_offsets(job, start, count, width, DIMS: tl.constexpr):  # noqa: N803
-    """Those of the units from `start` on, one a lane; divided only once where they lie in one run."""
+def _addresses(job, start, count, width, DIMS: tl.constexpr, END: tl.constexpr):  # noqa: N803
+    """Of the units from `start` on at one end, one a lane; divided only once where they lie in one run."""
     lane = tl.arange(0, _LANES)
     run = tl.load(job + _HEAD).to(tl.uint32)
     last = tl.minimum(start + _LANES, count) - 1
     if start.to(tl.uint32) // run == last.to(tl.uint32) // run:
-        source, destination = _offsets(job, start, DIMS)
-        sources = source + lane.to(tl.int64) * width
-        destinations = destination + lane.to(tl.int64) * width
+        offsets = _offset(job, start, DIMS, END) + lane.to(tl.int64) * width
     else:
-        sources, destinations = _offsets(job, start + lane, DIMS)
-    return sources, destinations
+        offsets = _offset(job, start + lane, DIMS, END)
+    return tl.load(job + END) + offsets
 
 
 @triton.jit
-def _vectors(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.constexpr):  # noqa: N803
-    """Tiles `first` to `last` of a job of 16-byte units; one step a tile."""
-    source = tl.load(job)
-    destination = tl.load(job + 1)
+def _quads(addresses):
+    """Each 16-byte unit as four words side by side."""
+    pointers = addresses.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 4)[None, :]
+    return tl.multiple_of(tl.max_contiguous(pointers, [1, 4]), [1, 16])
+
+
+@triton.jit
+def _vectors(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.constexpr, END: tl.constexpr):  # noqa: N803
+    """Tiles `first` to `last` of a job of 16-byte units, read at one end; one step a tile."""
     count = tl.load(job + 2).to(tl.int32)
     lane = tl.arange(0, _LANES)
     quad = tl.arange(0, 4)
@@ -102,15 +105,10 @@ def _vectors(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.c
     for number in range(first, last):
         tile = _scalar(number)
         start = tile * _LANES
-        sources, destinations = _lane_offsets(job, start, count, 16, DIMS)
         mask = (start + lane < count)[:, None] & (quad >= 0)[None, :]
-        pointers = (source + sources).to(tl.pointer_type(tl.int32))[:, None] + quad[None, :]
-        pointers = tl.multiple_of(tl.max_contiguous(pointers, [1, 4]), [1, 16])
-        data = tl.load(pointers, mask=mask, other=0)
+        data = tl.load(_quads(_addresses(job, start, count, 16, DIMS, END)), mask=mask, other=0, volatile=END == 1)
         if COPY:
-            pointers = (destination + destinations).to(tl.pointer_type(tl.int32))[:, None] + quad[None, :]
-            pointers = tl.multiple_of(tl.max_contiguous(pointers, [1, 4]), [1, 16])
-            tl.store(pointers, data, mask=mask)
+            tl.store(_quads(_addresses(job, start, count, 16, DIMS, 1)), data, mask=mask)
         if SUM:
             words = data.to(tl.uint32, bitcast=True).to(tl.uint64)
             total += tl.sum(words * weights, axis=1) * tile_factor(tile)
@@ -118,13 +116,20 @@ def _vectors(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.c
 
 
 @triton.jit
-def _words(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
-    """Tiles `first` to `last` of a job of small units: memory that is not aligned, or not in runs."""
+def _words(
+    job,
+    first,
+    last,
+    DIMS: tl.constexpr,  # noqa: N803
+    COPY: tl.constexpr,  # noqa: N803
+    SUM: tl.constexpr,  # noqa: N803
+    END: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+):
+    """The same for a job of small units: memory that is not aligned, or not in runs."""
     kind: tl.constexpr = tl.int32 if WIDTH == 4 else (tl.int16 if WIDTH == 2 else tl.int8)
     bits: tl.constexpr = tl.uint32 if WIDTH == 4 else (tl.uint16 if WIDTH == 2 else tl.uint8)
     steps: tl.constexpr = _TILE_NBYTES // WIDTH // _LANES
-    source = tl.load(job)
-    destination = tl.load(job + 1)
     count = tl.load(job + 2).to(tl.int32)
     lane = tl.arange(0, _LANES)
     total = tl.zeros([_LANES], tl.uint64)
@@ -132,10 +137,10 @@ def _words(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.con
         step = _scalar(number)
         start = step * _LANES
         mask = start + lane < count
-        sources, destinations = _lane_offsets(job, start, count, WIDTH, DIMS)
-        data = tl.load((source + sources).to(tl.pointer_type(kind)), mask=mask, other=0)
+        pointers = _addresses(job, start, count, WIDTH, DIMS, END).to(tl.pointer_type(kind))
+        data = tl.load(pointers, mask=mask, other=0, volatile=END == 1)
         if COPY:
-            tl.store((destination + destinations).to(tl.pointer_type(kind)), data, mask=mask)
+            tl.store(_addresses(job, start, count, WIDTH, DIMS, 1).to(tl.pointer_type(kind)), data, mask=mask)
         if SUM:
             # A unit is a part of a 32-bit word: it counts for what it adds to the word's value.
             place = (step % steps) * _LANES + lane
@@ -143,6 +148,22 @@ def _words(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.con
             words = data.to(bits, bitcast=True).to(tl.uint64) << shift.to(tl.uint64)
             total += words * place_weight(place // (4 // WIDTH)) * tile_factor(step // steps)
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _chunk(job, first, last, sums, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.constexpr, END: tl.constexpr):  # noqa: N803
+    width = tl.load(job + 3)
+    total = tl.zeros([], tl.uint64)
+    if width == 16:
+        total = _vectors(job, first, last, DIMS, COPY, SUM, END)
+    elif width == 4:
+        total = _words(job, first, last, DIMS, COPY, SUM, END, 4)
+    elif width == 2:
+        total = _words(job, first, last, DIMS, COPY, SUM, END, 2)
+    else:
+        total = _words(job, first, last, DIMS, COPY, SUM, END, 1)
+    if SUM:
+        tl.atomic_add(sums + tl.load(job + 4 + END), total.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["chunk_count"])
@@ -153,24 +174,18 @@ def copy_and_sum(
     sums,
     DIMS: tl.constexpr,  # noqa: N803
     COPY: tl.constexpr,  # noqa: N803
-    SUM: tl.constexpr,  # noqa: N803
+    LEFT: tl.constexpr,  # noqa: N803
+    ARRIVED: tl.constexpr,  # noqa: N803
 ):
     """Carry out the jobs. A chunk is a pair of int32: number of the job, and its first tile."""
     for number in range(tl.program_id(0), chunk_count, tl.num_programs(0)):
         chunk = _scalar(number)
         job = jobs + tl.load(chunks + 2 * chunk).to(tl.int64) * (_HEAD + 3 * DIMS)
         first = tl.load(chunks + 2 * chunk + 1)
-        width = tl.load(job + 3)
-        tiles = tl.cdiv(tl.load(job + 2) * width, _TILE_NBYTES)
+        tiles = tl.cdiv(tl.load(job + 2) * tl.load(job + 3), _TILE_NBYTES)
         last = tl.minimum(first + _CHUNK_TILES, tiles.to(tl.int32))
-        total = tl.zeros([], tl.uint64)
-        if width == 16:
-            total = _vectors(job, first, last, DIMS, COPY, SUM)
-        elif width == 4:
-            total = _words(job, first, last, DIMS, COPY, SUM, 4)
-        elif width == 2:
-            total = _words(job, first, last, DIMS, COPY, SUM, 2)
-        else:
-            total = _words(job, first, last, DIMS, COPY, SUM, 1)
-        if SUM:
-            tl.atomic_add(sums + tl.load(job + 4), total.to(tl.int64), sem="relaxed")
+        if COPY or LEFT:
+            _chunk(job, first, last, sums, DIMS, COPY, LEFT, 0)
+        if ARRIVED:
+            # Each thread reads back what it wrote itself.
+            _chunk(job, first, last, sums, DIMS, False, True, 1)

@@ -29,7 +29,7 @@ def test_kernel_in_tritons_interpreter() -> None:
 
 def test_work_is_cut_evenly_and_covers_every_tile_once() -> None:
     small, large = torch.zeros(3, dtype=torch.int32), torch.zeros(1_000_000, dtype=torch.int32)
-    table, dims = job_table([Job(small, small, 0), Job(large, large, 1)])
+    table, dims = job_table([Job(small, small), Job(large, large)])
     chunks = chunk_table(table).tolist()
     assert dims == 1
     assert chunks == [[0, 0], *([1, first] for first in range(0, 62, CHUNK_TILES))]
@@ -39,8 +39,8 @@ def test_dims_that_lie_side_by_side_are_one() -> None:
     whole = torch.zeros(8, 6, 32, dtype=torch.int32)
 
     def described(source: torch.Tensor, into: torch.Tensor) -> Any:
-        table, dims = job_table([Job(source, into, 0)])
-        return dims, table[0, 3], table[0, 5 : 5 + dims].tolist()
+        table, dims = job_table([Job(source, into)])
+        return dims, table[0, 3], table[0, 6 : 6 + dims].tolist()
 
     assert described(whole, torch.zeros_like(whole)) == (1, 16, [384])
     assert described(whole[:, 2:4], torch.zeros(8, 2, 32, dtype=torch.int32)) == (2, 16, [16, 8])
@@ -52,14 +52,15 @@ def test_dims_that_lie_side_by_side_are_one() -> None:
 
 def test_pass_on_a_cpu_does_the_same() -> None:
     source = torch.arange(60, dtype=torch.int16).view(6, 10)
-    into, totals = torch.zeros(6, 5, dtype=torch.int16), torch.zeros(2, dtype=torch.int64)
-    Pass([Job(source[:, :5], into, 1)], totals).run()
+    into, totals = torch.zeros(6, 5, dtype=torch.int16), torch.zeros(4, dtype=torch.int64)
+    Pass([Job(source[:, :5], into, left=1, arrived=2)], totals).run()
+    Pass([Job(None, into, arrived=3)], totals).run()
     assert torch.equal(into, source[:, :5])
-    assert totals.tolist() == [0, sums.weighted_sum(into)]
-    assert not Pass([Job(source[:0], into[:0], 0)], totals)
+    assert totals.tolist() == [0, *[sums.weighted_sum(into)] * 3]
+    assert not Pass([Job(source[:0], into[:0])], totals)
 
 
 def test_slices_too_large_to_count_are_refused() -> None:
     huge = torch.zeros(1, dtype=torch.int8).expand(2**31)
     with pytest.raises(ValueError, match="over 2147418112"):
-        job_table([Job(huge, huge, 0)])
+        job_table([Job(huge, huge)])

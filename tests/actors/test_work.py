@@ -24,7 +24,11 @@ def slice_of(views: list[torch.Tensor], layout: RankLayout, end: str) -> Callabl
 
 
 def works(
-    plan: MigrationPlan, contiguous: tuple[bool, bool], direct_nbytes: int | None, buffer_count: int
+    plan: MigrationPlan,
+    contiguous: tuple[bool, bool],
+    direct_nbytes: int | None,
+    buffer_count: int,
+    reads_back: bool = True,
 ) -> tuple[list[Work], list[list[torch.Tensor]]]:
     """The work of every rank, and the targets that it writes to."""
     made, targets = [], []
@@ -32,19 +36,20 @@ def works(
         target = views_for(plan.target[rank], False, contiguous[1])
         source_of = slice_of(views_for(plan.source[rank], True, contiguous[0]), plan.source[rank], "src")
         target_of = slice_of(target, plan.target[rank], "dst")
-        made.append(Work(plan.for_rank(rank), source_of, target_of, torch.device("cpu"), direct_nbytes, buffer_count))
+        part, cpu = plan.for_rank(rank), torch.device("cpu")
+        made.append(Work(part, source_of, target_of, cpu, direct_nbytes, buffer_count, reads_back))
         targets.append(target)
     return made, targets
 
 
 @pytest.mark.parametrize("contiguous", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("direct_nbytes", [None, 1, 30, 10_000])
-@pytest.mark.parametrize("buffer_count", [1, 3])
+@pytest.mark.parametrize(("buffer_count", "reads_back"), [(1, False), (3, True)])
 def test_both_ends_cut_every_message_alike(
-    contiguous: tuple[bool, bool], direct_nbytes: int | None, buffer_count: int
+    contiguous: tuple[bool, bool], direct_nbytes: int | None, buffer_count: int, reads_back: bool
 ) -> None:
     plan = plan_between(tensor_parallel(2, 0, MODEL), tensor_parallel(3, 1, MODEL), staging_nbytes=96)
-    made, targets = works(plan, contiguous, direct_nbytes, buffer_count)
+    made, targets = works(plan, contiguous, direct_nbytes, buffer_count, reads_back)
     for work in made:
         work.local.run()
         work.local_arrived.run()

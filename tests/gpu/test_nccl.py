@@ -132,13 +132,19 @@ def test_broken_exchange_ends_in_time_and_leaves_the_gpu_usable(how: str) -> Non
 
 
 def move_body(
-    rank: int, board: Board, plan: MigrationPlan, direct_nbytes: int, faults: dict[int, Fault]
+    rank: int,
+    board: Board,
+    plan: MigrationPlan,
+    direct_nbytes: int,
+    faults: dict[int, Fault],
+    kinds: dict[int, type[Mover]] | None = None,
 ) -> tuple[MoveReport, bool]:
     transport = join(rank, board, len(plan.slots))
     source, target = plan.source[rank], plan.target[rank]
     sources = [view.cuda() for view in views_for(source, filled=True, contiguous=False)]
     targets = [view.cuda() for view in views_for(target, filled=False)]
-    mover = Mover(plan.for_rank(rank), transport, sources, source, targets, target, "cuda", direct_nbytes)
+    kind = (kinds or {}).get(rank, Mover)
+    mover = kind(plan.for_rank(rank), transport, sources, source, targets, target, "cuda", direct_nbytes)
     mover.prepare()
     report = mover.run(20.0, FaultInjector([faults[rank]] if rank in faults else [], targets))
     transport.destroy_group()
@@ -148,7 +154,7 @@ def move_body(
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 @pytest.mark.parametrize("direct_nbytes", [16, 1 << 30])
 def test_tensor_parallel_moves_are_equal_byte_by_byte(old: int, new: int, direct_nbytes: int) -> None:
-    plan = plan_between(tensor_parallel(old, 0, MODEL), tensor_parallel(new, 1, MODEL), staging_nbytes=128)
+    plan = plan_between(tensor_parallel(old, 0, MODEL), tensor_parallel(new, 1, MODEL), staging_nbytes=48)
     assert len(plan.rounds) > BUFFERS
     outcomes = run_processes(max(old, new), move_body, plan, direct_nbytes, {}, timeout_s=150)
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
@@ -171,9 +177,30 @@ def test_relays_wait_for_what_they_pass_on() -> None:
     compare(plan, [outcome.value[0] for outcome in outcomes])
 
 
-def test_corrupted_byte_is_caught_and_named() -> None:
+class DamagedInTransit(Mover):
+    """Flips a bit of what the first round received from the first peer, before it is unpacked."""
+
+    def run(self, timeout_s: float, on_event: Any = None) -> MoveReport:
+        def damage(event: str) -> None:
+            if event == "round:0:received":
+                assert self._work is not None
+                next(iter(self._work.rounds[0].receives.values()))[0][:1].bitwise_xor_(1)
+
+        return super().run(timeout_s, damage)
+
+
+def test_byte_damaged_in_transit_is_caught_and_named() -> None:
     plan = plan_between(tensor_parallel(2, 0, MODEL), tensor_parallel(2, 1, MODEL))
-    outcomes = run_processes(2, move_body, plan, 1 << 30, {1: Fault("round:0:unpacked", "corrupt")}, timeout_s=150)
+    outcomes = run_processes(2, move_body, plan, 1 << 30, {}, {1: DamagedInTransit}, timeout_s=150)
+    with pytest.raises(CertificateError) as caught:
+        compare(plan, [outcome.value[0] for outcome in outcomes])
+    assert caught.value.count == 1
+    assert "to rank 1" in str(caught.value)
+
+
+def test_byte_damaged_in_the_target_is_caught_where_it_was_not_packed() -> None:
+    plan = plan_between(tensor_parallel(2, 0, MODEL), tensor_parallel(2, 1, MODEL))
+    outcomes = run_processes(2, move_body, plan, 1, {1: Fault("round:0:unpacked", "corrupt", shard=6)}, timeout_s=150)
     with pytest.raises(CertificateError) as caught:
         compare(plan, [outcome.value[0] for outcome in outcomes])
     assert caught.value.count == 1
@@ -200,12 +227,13 @@ def test_kernel_copies_and_sums_as_a_cpu_does() -> None:
         targets = [memory(shape, itemsize, into, False) for shape in shapes]
         there = [view.cuda() if how != "gaps" else _with_gaps(view) for view in sources]
         here = [view.cuda() if into != "gaps" else _with_gaps(view) for view in targets]
-        totals = torch.zeros(2 * len(shapes), dtype=torch.int64, device="cuda")
-        Pass([Job(a, b, number) for number, (a, b) in enumerate(zip(there, here, strict=True))], totals).run()
-        Pass([Job(b, None, number) for number, b in enumerate(here, len(shapes))], totals, share=0.1).run()
+        totals = torch.zeros(3 * len(shapes), dtype=torch.int64, device="cuda")
+        count = len(shapes)
+        Pass([Job(*ends, n, count + n) for n, ends in enumerate(zip(there, here, strict=True))], totals).run()
+        Pass([Job(None, b, arrived=n) for n, b in enumerate(here, 2 * count)], totals, share=0.1).run()
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(sources, here, strict=True))
         expected = [weighted_sum(view) for view in sources]
-        assert totals.tolist() == expected * 2
+        assert totals.tolist() == expected * 3
 
 
 def _with_gaps(view: torch.Tensor) -> torch.Tensor:
