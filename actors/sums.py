@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-TILE_WORDS = 16384
-TILES_AT_ONCE = 64
+TILE_WORDS = 8192
+TILES_AT_ONCE = 128
 """Bounds what a CPU needs beside the slice: 8 MiB for products."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

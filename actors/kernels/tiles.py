@@ -1,15 +1,14 @@
 """One kernel for every copy and every checksum of a handover: thousands of slices of any box in one launch.
 
 A slice is a job: source, destination, and up to DIMS sizes and byte strides after neighbouring dims were collapsed, the
-innermost first. Jobs are cut into tiles of TILE_NBYTES of the slice in row-major order, tiles are handed out in chunks
-of CHUNK_TILES, so that a launch is balanced however its slices differ in size. Where pointers, runs and strides allow,
-16 bytes a thread are loaded and stored at once; otherwise one word of 4, 2 or 1.
+innermost first. Jobs are cut into tiles of TILE_NBYTES of the slice in row-major order and chunks of CHUNK_TILES; each
+program takes an equal run of chunks, so that a launch is balanced however its slices differ in size. Where pointers,
+runs and strides allow, 16 bytes a thread are loaded and stored at once; otherwise one word of 4, 2 or 1.
 
 The sum of a slice is that of `sums.py`, which says why: its bytes in row-major order as 32-bit words, each times the
 weight of its place in the tile, times a factor of the tile. LEFT sums what was loaded from the source. ARRIVED sums
-what lies in the destination: after a chunk was copied it is read back, past the first-level cache, so from where every
-later reader of the GPU gets it. A chunk is small enough to be in the second-level cache still, so that this costs
-little of the memory's bandwidth.
+what lies in the destination: a tile that was copied is read back, past the first-level cache, so from where every later
+reader of the GPU gets it. It is in the second-level cache still, so that this costs nothing of the memory's bandwidth.
 
 A row of the job table, int64: source, destination, number of units, bytes of a unit, numbers of the LEFT and of the
 ARRIVED sum, then DIMS sizes in units, DIMS source strides and DIMS destination strides in bytes.
@@ -20,8 +19,8 @@ ARRIVED sum, then DIMS sizes in units, DIMS source strides and DIMS destination 
 import triton
 import triton.language as tl
 
-TILE_NBYTES = 65536
-CHUNK_TILES = 2
+TILE_NBYTES = 32768
+CHUNK_TILES = 16
 WARPS = 32
 """A program fills a processor of the GPU, so that a launch of few programs leaves the other processors to NCCL."""
 HEAD = 6
@@ -95,24 +94,49 @@ def _quads(addresses):
 
 
 @triton.jit
-def _vectors(job, first, last, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.constexpr, END: tl.constexpr):  # noqa: N803
-    """Tiles `first` to `last` of a job of 16-byte units, read at one end; one step a tile."""
+def _vectors(
+    job,
+    first,
+    last,
+    left,
+    arrived,
+    DIMS: tl.constexpr,  # noqa: N803
+    COPY: tl.constexpr,  # noqa: N803
+    LEFT: tl.constexpr,  # noqa: N803
+    ARRIVED: tl.constexpr,  # noqa: N803
+):
+    """Tiles `first` to `last` of a job of 16-byte units, one a step; a tile is read back while the next is loaded."""
     count = tl.load(job + 2).to(tl.int32)
     lane = tl.arange(0, _LANES)
     quad = tl.arange(0, 4)
     weights = place_weight(lane[:, None] * 4 + quad[None, :])
-    total = tl.zeros([_LANES], tl.uint64)
-    for number in range(first, last):
+    reads_back: tl.constexpr = COPY and ARRIVED
+    written = lane.to(tl.int64)
+    for number in range(first, last + (1 if reads_back else 0)):
         tile = _scalar(number)
         start = tile * _LANES
-        mask = (start + lane < count)[:, None] & (quad >= 0)[None, :]
-        data = tl.load(_quads(_addresses(job, start, count, 16, DIMS, END)), mask=mask, other=0, volatile=END == 1)
+        mask = ((start + lane < count) & (tile < last))[:, None] & (quad >= 0)[None, :]
+        data = tl.load(_quads(_addresses(job, start, count, 16, DIMS, 0)), mask=mask, other=0)
+        if reads_back:
+            # By the thread that wrote it, past the first-level cache.
+            before = ((start - _LANES + lane < count) & (tile > first))[:, None] & (quad >= 0)[None, :]
+            back = tl.load(_quads(written), mask=before, other=0, volatile=True)
         if COPY:
-            tl.store(_quads(_addresses(job, start, count, 16, DIMS, 1)), data, mask=mask)
-        if SUM:
-            words = data.to(tl.uint32, bitcast=True).to(tl.uint64)
-            total += tl.sum(words * weights, axis=1) * tile_factor(tile)
-    return tl.sum(total, axis=0)
+            written = _addresses(job, start, count, 16, DIMS, 1)
+            tl.store(_quads(written), data, mask=mask)
+        if LEFT:
+            left += _sum_of_tile(data, weights, tile)
+        if reads_back:
+            arrived += _sum_of_tile(back, weights, tile - 1)
+        elif ARRIVED:
+            arrived += _sum_of_tile(data, weights, tile)
+    return left, arrived
+
+
+@triton.jit
+def _sum_of_tile(data, weights, tile):
+    words = data.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return tl.sum(words * weights, axis=1) * tile_factor(tile)
 
 
 @triton.jit
@@ -120,10 +144,12 @@ def _words(
     job,
     first,
     last,
+    left,
+    arrived,
     DIMS: tl.constexpr,  # noqa: N803
     COPY: tl.constexpr,  # noqa: N803
-    SUM: tl.constexpr,  # noqa: N803
-    END: tl.constexpr,  # noqa: N803
+    LEFT: tl.constexpr,  # noqa: N803
+    ARRIVED: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
 ):
     """The same for a job of small units: memory that is not aligned, or not in runs."""
@@ -132,38 +158,34 @@ def _words(
     steps: tl.constexpr = _TILE_NBYTES // WIDTH // _LANES
     count = tl.load(job + 2).to(tl.int32)
     lane = tl.arange(0, _LANES)
-    total = tl.zeros([_LANES], tl.uint64)
     for number in range(first * steps, tl.minimum(last * steps, tl.cdiv(count, _LANES))):
         step = _scalar(number)
         start = step * _LANES
         mask = start + lane < count
-        pointers = _addresses(job, start, count, WIDTH, DIMS, END).to(tl.pointer_type(kind))
-        data = tl.load(pointers, mask=mask, other=0, volatile=END == 1)
+        data = tl.load(_addresses(job, start, count, WIDTH, DIMS, 0).to(tl.pointer_type(kind)), mask=mask, other=0)
+        # A unit is a part of a 32-bit word: it counts for what it adds to the word's value.
+        place = (step % steps) * _LANES + lane
+        weights = place_weight(place // (4 // WIDTH)) << ((place % (4 // WIDTH)) * (8 * WIDTH)).to(tl.uint64)
+        weights *= tile_factor(step // steps)
+        if LEFT:
+            left += data.to(bits, bitcast=True).to(tl.uint64) * weights
         if COPY:
-            tl.store(_addresses(job, start, count, WIDTH, DIMS, 1).to(tl.pointer_type(kind)), data, mask=mask)
-        if SUM:
-            # A unit is a part of a 32-bit word: it counts for what it adds to the word's value.
-            place = (step % steps) * _LANES + lane
-            shift = (place % (4 // WIDTH)) * (8 * WIDTH)
-            words = data.to(bits, bitcast=True).to(tl.uint64) << shift.to(tl.uint64)
-            total += words * place_weight(place // (4 // WIDTH)) * tile_factor(step // steps)
-    return tl.sum(total, axis=0)
+            into = _addresses(job, start, count, WIDTH, DIMS, 1).to(tl.pointer_type(kind))
+            tl.store(into, data, mask=mask)
+            if ARRIVED:
+                data = tl.load(into, mask=mask, other=0, volatile=True)
+        if ARRIVED:
+            arrived += data.to(bits, bitcast=True).to(tl.uint64) * weights
+    return left, arrived
 
 
 @triton.jit
-def _chunk(job, first, last, sums, DIMS: tl.constexpr, COPY: tl.constexpr, SUM: tl.constexpr, END: tl.constexpr):  # noqa: N803
-    width = tl.load(job + 3)
-    total = tl.zeros([], tl.uint64)
-    if width == 16:
-        total = _vectors(job, first, last, DIMS, COPY, SUM, END)
-    elif width == 4:
-        total = _words(job, first, last, DIMS, COPY, SUM, END, 4)
-    elif width == 2:
-        total = _words(job, first, last, DIMS, COPY, SUM, END, 2)
-    else:
-        total = _words(job, first, last, DIMS, COPY, SUM, END, 1)
-    if SUM:
-        tl.atomic_add(sums + tl.load(job + 4 + END), total.to(tl.int64), sem="relaxed")
+def _flush(jobs, row, sums, left, arrived, DIMS: tl.constexpr, LEFT: tl.constexpr, ARRIVED: tl.constexpr):  # noqa: N803
+    job = jobs + row.to(tl.int64) * (_HEAD + 3 * DIMS)
+    if LEFT:
+        tl.atomic_add(sums + tl.load(job + 4), tl.sum(left, axis=0).to(tl.int64), sem="relaxed")
+    if ARRIVED:
+        tl.atomic_add(sums + tl.load(job + 5), tl.sum(arrived, axis=0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["chunk_count"])
@@ -178,14 +200,30 @@ def copy_and_sum(
     ARRIVED: tl.constexpr,  # noqa: N803
 ):
     """Carry out the jobs. A chunk is a pair of int32: number of the job, and its first tile."""
-    for number in range(tl.program_id(0), chunk_count, tl.num_programs(0)):
-        chunk = _scalar(number)
-        job = jobs + tl.load(chunks + 2 * chunk).to(tl.int64) * (_HEAD + 3 * DIMS)
-        first = tl.load(chunks + 2 * chunk + 1)
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    begin, end = program * chunk_count // programs, (program + 1) * chunk_count // programs
+    row = tl.load(chunks + 2 * begin)
+    left = tl.zeros([_LANES], tl.uint64)
+    arrived = tl.zeros([_LANES], tl.uint64)
+    for number in range(begin.to(tl.int32), end.to(tl.int32)):
+        chunk = chunks + 2 * _scalar(number)
+        # Lanes are added up once a job: it halts the whole program for as long as a chunk takes.
+        if tl.load(chunk) != row:
+            _flush(jobs, row, sums, left, arrived, DIMS, LEFT, ARRIVED)
+            left = tl.zeros([_LANES], tl.uint64)
+            arrived = tl.zeros([_LANES], tl.uint64)
+            row = tl.load(chunk)
+        job = jobs + row.to(tl.int64) * (_HEAD + 3 * DIMS)
+        first = tl.load(chunk + 1)
         tiles = tl.cdiv(tl.load(job + 2) * tl.load(job + 3), _TILE_NBYTES)
         last = tl.minimum(first + _CHUNK_TILES, tiles.to(tl.int32))
-        if COPY or LEFT:
-            _chunk(job, first, last, sums, DIMS, COPY, LEFT, 0)
-        if ARRIVED:
-            # Each thread reads back what it wrote itself.
-            _chunk(job, first, last, sums, DIMS, False, True, 1)
+        width = tl.load(job + 3)
+        if width == 16:
+            left, arrived = _vectors(job, first, last, left, arrived, DIMS, COPY, LEFT, ARRIVED)
+        elif width == 4:
+            left, arrived = _words(job, first, last, left, arrived, DIMS, COPY, LEFT, ARRIVED, 4)
+        elif width == 2:
+            left, arrived = _words(job, first, last, left, arrived, DIMS, COPY, LEFT, ARRIVED, 2)
+        else:
+            left, arrived = _words(job, first, last, left, arrived, DIMS, COPY, LEFT, ARRIVED, 1)
+    _flush(jobs, row, sums, left, arrived, DIMS, LEFT, ARRIVED)

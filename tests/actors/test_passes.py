@@ -32,7 +32,7 @@ def test_work_is_cut_evenly_and_covers_every_tile_once() -> None:
     table, dims = job_table([Job(small, small), Job(large, large)])
     chunks = chunk_table(table).tolist()
     assert dims == 1
-    assert chunks == [[0, 0], *([1, first] for first in range(0, 62, CHUNK_TILES))]
+    assert chunks == [[0, 0], *([1, first] for first in range(0, 123, CHUNK_TILES))]
 
 
 def test_dims_that_lie_side_by_side_are_one() -> None:
