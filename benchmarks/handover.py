@@ -4,8 +4,10 @@
 
 Each case makes the old generation's state, with known bytes, in real processes; starts the new ones beside them, which
 map it by CUDA IPC; moves, compares the certificate, and checks every byte. Rates are those of the same run: one large
-message each way at once, and a copy within a GPU. `--cpu` runs the same with a tiny model, to try the script. The exit
-status is 0 only if every byte was right.
+message each way at once, and a copy within a GPU. With one GPU both slots share it and pass for two hosts, so the wire
+is a socket; a case without messages then runs one slot of the two, which is all that its GPU would do. `--layers` makes
+the model shallower, so that it fits. `--cpu` runs a tiny model, to try the script. The exit status is 0 only if every
+byte was right.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.zoo import ZOO, ModelShape
 
 TINY = ModelShape(4, 64, 96, 4, 4, 128, kv_channels=16)
+RESERVED_NBYTES = 3 * 2**30
+"""Of a GPU's memory: two CUDA contexts, a communicator, and what checking the bytes takes."""
 ALONE_S = 3.0
 """How long the old generation trains alone before the new one starts."""
 
@@ -101,7 +105,7 @@ class Generations:
         self.shared = dict(zip(self.old, held, strict=True))
 
     def _start(self, slots: Sequence[int]) -> dict[int, Process]:
-        started = {slot: Process(Rank, None if self.use_cpu else slot) for slot in slots}
+        started = {slot: start_rank(slot, self.use_cpu) for slot in slots}
         call_all(list(started.values()), "ready")
         return started
 
@@ -150,6 +154,14 @@ def run_case(case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes:
     started = time.monotonic()
     plan = best_plan(case, staging_nbytes)
     plan.check()
+    if not use_cpu:
+        gpus = torch.cuda.device_count()
+        if gpus < len(plan.slots) and not plan.rounds:
+            plan = first_slots(plan, gpus)
+        peaks, room = predicted_peaks(plan), torch.cuda.get_device_properties(0).total_memory
+        needed = max(sum(peaks[gpu::gpus]) for gpu in range(min(gpus, len(peaks)))) + RESERVED_NBYTES
+        if needed > room:
+            return {"case": case.name, "refused": f"needs {needed} bytes of a GPU's {room}", "is_right": True}
     generations = Generations(case, plan, use_cpu, direct_nbytes)
     try:
         result = measure(case, plan, generations, rates)
@@ -249,6 +261,18 @@ def shadow(step_times: Sequence[Sequence[tuple[float, float]]], began: float) ->
     }
 
 
+def first_slots(plan: MigrationPlan, count: int) -> MigrationPlan:
+    """The part of a plan without messages that the first slots carry out, each on its own."""
+    return replace(
+        plan,
+        slots=plan.slots[:count],
+        nodes=plan.nodes[:count],
+        source=plan.source[:count],
+        target=plan.target[:count],
+        local=tuple(move for move in plan.local if move.dst_rank < count),
+    )
+
+
 def predicted_peaks(plan: MigrationPlan) -> list[int]:
     """Of each slot: the old state, the new one, and the staging buffers, from the plan alone."""
     peaks = []
@@ -262,15 +286,22 @@ def predicted_peaks(plan: MigrationPlan) -> list[int]:
     return peaks
 
 
+def start_rank(slot: int, use_cpu: bool) -> Process:
+    """On the GPU of its slot; where slots share a GPU, as if on a host of its own."""
+    gpus = torch.cuda.device_count()
+    environment = {"NCCL_SOCKET_IFNAME": "lo", **({"NCCL_HOSTID": f"slot{slot}"} if gpus < 2 else {})}
+    return Process(Rank, None if use_cpu else slot % gpus, environment=environment)
+
+
 def measure_rates(use_cpu: bool) -> dict[str, float]:
     """The line rate both ways at once and the copy rate, by processes that hold nothing else."""
-    nbytes = (4 if use_cpu else 4096) * MIB
-    ranks = [Process(Rank, None if use_cpu else gpu) for gpu in range(2)]
+    nbytes = (4 if use_cpu else 4096 if torch.cuda.device_count() > 1 else 256) * MIB
+    ranks = [start_rank(slot, use_cpu) for slot in range(2)]
     try:
         opened = each_its_own(ranks, "open", [("rates", rank, 2) for rank in range(2)])
         call_all(ranks, "connect", opened[0])
         line = min(each_its_own(ranks, "line_rate", [(nbytes, 1 - rank) for rank in range(2)]))
-        copy = min(call_all(ranks, "copy_rate", 2 * nbytes))
+        copy = min([*call_all(ranks[:1], "copy_rate", (4 if use_cpu else 8192) * MIB)])
         call_all(ranks, "close")
     finally:
         for rank in ranks:
@@ -282,15 +313,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="ETC_GLOO and a tiny model")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--layers", type=int, default=32, help="of the model; an even number")
     parser.add_argument("--staging-mib", type=int, default=512, help="bytes that a rank sends in one round, in MiB")
     parser.add_argument("--direct-mib", type=int, default=512, help="slices of this size go without packing, in MiB")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    if not arguments.cpu and torch.cuda.device_count() < 2:
-        parser.error("this needs 2 GPUs: use --cpu to try the script")
+    if not arguments.cpu and not torch.cuda.is_available():
+        parser.error("this needs GPUs: use --cpu to try the script")
     result: dict[str, Any] = provenance("benchmarks.handover")
-    model = TINY if arguments.cpu else ZOO["llama2-7b"]
-    half = TINY if arguments.cpu else ModelShape(16, 4096, 11008, 32, 32, 32000)
+    model = TINY if arguments.cpu else replace(ZOO["llama2-7b"], num_layers=arguments.layers)
+    half = TINY if arguments.cpu else replace(model, num_layers=arguments.layers // 2)
+    result["model"] = f"llama2-7b with {model.num_layers} layers, {model.num_parameters} parameters"
     rates = measure_rates(arguments.cpu)
     result["rates"], result["cases"] = rates, []
     print(json.dumps(rates), flush=True)

@@ -69,6 +69,10 @@ class Rank:
             torch.cuda.empty_cache()
         return sharing.share(self._views)
 
+    def device_nbytes(self) -> int:
+        """All memory of this process's GPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
+
     def is_right(self) -> bool:
         """Whether every byte held is that of its place in the logical tensor."""
         return all(
