@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.handover_baselines import measure_baselines
 from benchmarks.handover_ranks import MIB, Rank
 from benchmarks.processes import Process, call_all, each_its_own
 from benchmarks.provenance import provenance
@@ -286,11 +287,64 @@ def predicted_peaks(plan: MigrationPlan) -> list[int]:
     return peaks
 
 
-def start_rank(slot: int, use_cpu: bool) -> Process:
+def start_rank(slot: int, use_cpu: bool, slots: int = 2) -> Process:
     """On the GPU of its slot; where slots share a GPU, as if on a host of its own."""
     gpus = torch.cuda.device_count()
-    environment = {"NCCL_SOCKET_IFNAME": "lo", **({"NCCL_HOSTID": f"slot{slot}"} if gpus < 2 else {})}
+    environment = {"NCCL_SOCKET_IFNAME": "lo", **({"NCCL_HOSTID": f"slot{slot}"} if gpus < slots else {})}
     return Process(Rank, None if use_cpu else slot % gpus, environment=environment)
+
+
+def slow_network(model: ModelShape, use_cpu: bool, staging_nbytes: int) -> dict[str, Any]:
+    """Eight ranks that share the GPUs, so that sockets are between them: packed, against one message a slice."""
+    case = Case("eight_ranks", model, ParallelConfig(4, 1, 2), ParallelConfig(8, 1, 1))
+    source, target = case.layouts()
+    plan = make_plan(
+        dict(enumerate(source)), dict(enumerate(target)), dict.fromkeys(range(8), "node"), staging_nbytes=staging_nbytes
+    )
+    old, new = ([start_rank(slot, use_cpu, 8) for slot in range(8)] for _ in range(2))
+    try:
+        shared = each_its_own(old, "hold", [(layout, True) for layout in plan.source])
+        each_its_own(new, "hold", [(layout, False) for layout in plan.target])
+        opened = each_its_own(new, "open", [("slow", rank, 8) for rank in range(8)])
+        call_all(new, "connect", opened[0])
+        parts = [plan.for_rank(rank) for rank in range(8)]
+        each_its_own(new, "prepare", [(parts[r], plan.source[r], shared[r], True, staging_nbytes) for r in range(8)])
+        packed, sliced = [], []
+        for _ in range(3):
+            call_all(new, "spoil")
+            reports = call_all(new, "move")
+            compare(plan, reports)
+            packed.append(max(max(each.wire_s, each.local_s) + each.certify_s for each in reports))
+        right = call_all(new, "is_right")
+        for _ in range(2):
+            sliced.append(max(each_its_own(new, "move_by_slices", list(zip(parts, plan.source, strict=True)))))
+        right += call_all(new, "is_right")
+        call_all(new, "close")
+    finally:
+        for process in (*new, *old):
+            process.end()
+    return {
+        "is_right": all(right),
+        "nbytes_wire": plan.nbytes_wire,
+        "slices": sum(map(len, plan.rounds)),
+        "rounds": len(plan.rounds),
+        "packed_s": min(packed),
+        "one_message_a_slice_s": min(sliced),
+        "packed_times_faster": min(sliced) / min(packed),
+    }
+
+
+def against_baselines(
+    model: ModelShape, rates: dict[str, float], use_cpu: bool, scratch: Path, staging_nbytes: int, direct_nbytes: int
+) -> dict[str, Any]:
+    """Checkpoints of a state, and the handover of the same state."""
+    parallel = ParallelConfig(1, 1, 2), ParallelConfig(2, 1, 1)
+    moved = run_case(Case("baseline_state", model, *parallel), rates, use_cpu, staging_nbytes, direct_nbytes)
+    result = measure_baselines(model.tensors(), scratch, 0 if use_cpu else torch.cuda.device_count())
+    result["checkpoint_s"] = {name: each["checkpoint_s"] for name, each in result.items() if isinstance(each, dict)}
+    result["handover"] = moved
+    result["fastest_checkpoint_over_handover"] = min(result["checkpoint_s"].values()) / moved["handover_s"]
+    return result
 
 
 def measure_rates(use_cpu: bool) -> dict[str, float]:
@@ -316,6 +370,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="of the model; an even number")
     parser.add_argument("--staging-mib", type=int, default=512, help="bytes that a rank sends in one round, in MiB")
     parser.add_argument("--direct-mib", type=int, default=512, help="slices of this size go without packing, in MiB")
+    parser.add_argument(
+        "--baseline-layers", type=int, default=4, help="of a state that is checkpointed too; 0: none"
+    )
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="where checkpoints are written")
+    parser.add_argument("--slow-layers", type=int, default=4, help="of the state that eight ranks exchange; 0: none")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
@@ -333,8 +392,18 @@ def main() -> int:
             done = run_case(case, rates, arguments.cpu, arguments.staging_mib * unit, arguments.direct_mib * unit)
             print(json.dumps(done), flush=True)
             result["cases"].append(done)
+    sizes = (arguments.staging_mib * unit, arguments.direct_mib * unit)
+    if arguments.slow_layers:
+        shallow = TINY if arguments.cpu else ModelShape(arguments.slow_layers, 1024, 2816, 8, 8, 8192)
+        result["eight_ranks_over_sockets"] = slow_network(shallow, arguments.cpu, sizes[0])
+        print(json.dumps(result["eight_ranks_over_sockets"]), flush=True)
+    if arguments.baseline_layers:
+        shallow = TINY if arguments.cpu else replace(model, num_layers=arguments.baseline_layers)
+        result["baselines"] = against_baselines(shallow, rates, arguments.cpu, arguments.scratch, *sizes)
+        print(json.dumps(result["baselines"]), flush=True)
     result["rates_after"] = measure_rates(arguments.cpu)
-    result["ok"] = all(case["is_right"] for case in result["cases"])
+    checked = [*result["cases"], result.get("eight_ranks_over_sockets", {})]
+    result["ok"] = all(each.get("is_right", True) for each in checked)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if result["ok"] else 1

@@ -16,7 +16,7 @@ from ray_etc.actors.sums import as_integers
 from ray_etc.actors.transports import GlooTransport, NcclTransport, Transport
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
-from ray_etc.planners.plan import RankPlan
+from ray_etc.planners.plan import Move, RankPlan
 
 MIB = 1 << 20
 MOVE_S = 60.0
@@ -69,10 +69,6 @@ class Rank:
             torch.cuda.empty_cache()
         return sharing.share(self._views)
 
-    def device_nbytes(self) -> int:
-        """All memory of this process's GPU."""
-        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
-
     def is_right(self) -> bool:
         """Whether every byte held is that of its place in the logical tensor."""
         return all(
@@ -124,6 +120,38 @@ class Rank:
     def move(self) -> MoveReport:
         assert self._mover is not None
         return self._mover.run(MOVE_S)
+
+    def move_by_slices(self, plan: RankPlan, source: RankLayout) -> float:
+        """The plan's rounds with one message a slice, as a straightforward loop would do it; seconds."""
+        views = {"src": (self._mapped or self._views, source), "dst": (self._views, self._layout)}
+
+        def slice_of(move: Move, end: str) -> torch.Tensor:
+            held, layout = views[end]
+            shard = getattr(move, f"{end}_shard")
+            return held[shard][move.box.slices_in(layout[shard].box)]
+
+        group = self._group
+        assert group is not None
+        self._synchronize()
+        start = time.perf_counter()
+        for each in plan.rounds:
+            for index in range(max(map(len, (*each.sends.values(), *each.receives.values())), default=0)):
+                sends = {
+                    peer: slice_of(moves[index], "src").contiguous().view(-1).view(torch.uint8)
+                    for peer, moves in each.sends.items()
+                    if index < len(moves)
+                }
+                arriving = {peer: moves[index] for peer, moves in each.receives.items() if index < len(moves)}
+                buffers = {
+                    peer: torch.empty(move.nbytes, dtype=torch.uint8, device=self.device)
+                    for peer, move in arriving.items()
+                }
+                group.exchange(sends, buffers, MOVE_S)
+                for peer, move in arriving.items():
+                    into = slice_of(move, "dst")
+                    into.copy_(buffers[peer].view(into.dtype).view(into.shape))
+        self._synchronize()
+        return time.perf_counter() - start
 
     def copy_local(self, plan: RankPlan, source: RankLayout) -> float:
         """Only the local copies of a plan, with the GPU to themselves; seconds."""

@@ -21,7 +21,7 @@ class Process:
         before = {name: os.environ.get(name) for name in environment or {}}
         os.environ.update(environment or {})
         try:
-            self._process = CONTEXT.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
+            self._process = CONTEXT.Process(target=_serve, args=(theirs, kind, arguments))
             self._process.start()
         finally:
             for name, value in before.items():
