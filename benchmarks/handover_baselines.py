@@ -157,6 +157,7 @@ def measure_baselines(tensors: Sequence[TensorSpec], scratch: Path, gpus: int) -
             if name == "megatron" and not gpus:
                 continue  # it synchronizes a GPU
             result[name] = _twice(ranks, saves, loads, folder / name)
+            print(name, result[name], flush=True)
     finally:
         for rank in ranks:
             rank.end()
