@@ -172,7 +172,7 @@ class Work:
             for group in self._groups(moves):
                 views = [view_of(moves[position]) for position in group]
                 if self._goes_straight(moves[group[0]], views[0]):
-                    messages[peer].append(views[0].view(-1).view(torch.uint8))
+                    messages[peer].append(_as_bytes(views[0]))
                     parcels.append(Parcel(views[0], None, first + group[0]))
                     continue
                 stop = start
@@ -207,6 +207,11 @@ class Work:
 
     def _is_large(self, move: Move) -> bool:
         return self._direct_nbytes is not None and move.nbytes >= self._direct_nbytes
+
+
+def _as_bytes(view: torch.Tensor) -> torch.Tensor:
+    """A contiguous view as flat uint8; one of a single element may have any strides."""
+    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 def aligned(nbytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -227,13 +227,12 @@ def shadow(step_times: Sequence[Sequence[tuple[float, float]]], began: float) ->
 
 def first_slots(plan: MigrationPlan, count: int) -> MigrationPlan:
     """The part of a plan without messages that the first slots carry out, each on its own."""
-    return replace(
-        plan,
-        slots=plan.slots[:count],
-        nodes=plan.nodes[:count],
-        source=plan.source[:count],
-        target=plan.target[:count],
-        local=tuple(move for move in plan.local if move.dst_rank < count),
+    ranks = range(count)
+    return make_plan(
+        {plan.slots[rank]: plan.source[rank] for rank in ranks},
+        {plan.slots[rank]: plan.target[rank] for rank in ranks},
+        {plan.slots[rank]: plan.nodes[rank] for rank in ranks},
+        staging_nbytes=plan.staging_nbytes,
     )
 
 

@@ -15,6 +15,12 @@ from ray_etc.planners.layout import RankLayout, Shard
 from ray_etc.planners.plan import MigrationPlan, Move
 
 
+def either(
+    source: Callable[[Move], torch.Tensor], relay: Callable[[Move], torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    return lambda move: relay(move) if move.is_relay else source(move)
+
+
 def slice_of(views: list[torch.Tensor], layout: RankLayout, end: str) -> Callable[[Move], torch.Tensor]:
     def of(move: Move) -> torch.Tensor:
         shard = getattr(move, f"{end}_shard")
@@ -34,7 +40,8 @@ def works(
     made, targets = [], []
     for rank in range(len(plan.slots)):
         target = views_for(plan.target[rank], False, contiguous[1])
-        source_of = slice_of(views_for(plan.source[rank], True, contiguous[0]), plan.source[rank], "src")
+        held = slice_of(views_for(plan.source[rank], True, contiguous[0]), plan.source[rank], "src")
+        source_of = either(held, slice_of(target, plan.target[rank], "src"))
         target_of = slice_of(target, plan.target[rank], "dst")
         part, cpu = plan.for_rank(rank), torch.device("cpu")
         made.append(Work(part, source_of, target_of, cpu, direct_nbytes, buffer_count, reads_back))

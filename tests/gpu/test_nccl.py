@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import Board, join_group, run_processes, wait_gone
 from slices import HOWS, memory
-from test_mover import MODEL, part_of, plan_between, same_bytes, tensor_parallel, views_for, with_relays
+from test_mover import MODEL, part_of, plan_between, same_bytes, tensor_parallel, views_for
 
 from ray_etc.actors import sharing
 from ray_etc.actors.certificate import compare
@@ -163,10 +163,10 @@ def test_tensor_parallel_moves_are_equal_byte_by_byte(old: int, new: int, direct
 
 
 def relaying(numel: int) -> MigrationPlan:
-    """Rank 0's tensors to ranks 1 and 2, the latter's from rank 1 in later rounds."""
+    """Rank 0's tensors to ranks 1 and 2, who hand half of them on to each other in later rounds."""
     specs = [TensorSpec("param", f"weight{index}", (numel // 1000, 1000), "float32", 4) for index in range(4)]
     whole = tuple(Shard(spec, Box.whole(spec.shape)) for spec in specs)
-    return with_relays(plan_between({0: whole, 1: (), 2: ()}, dict.fromkeys(range(3), whole), numel * 2))
+    return plan_between({0: whole, 1: (), 2: ()}, dict.fromkeys(range(3), whole), numel * 2)
 
 
 def test_relays_wait_for_what_they_pass_on() -> None:
