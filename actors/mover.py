@@ -100,7 +100,8 @@ class Mover:
         if on_gpu:
             assert self.transport is None or isinstance(self.transport, NcclTransport)
             self._pipeline = Pipeline(self._work, self.transport, self.device)
-            torch.cuda.synchronize(self.device)
+            # Only this stream: in a rank that is stuck in a collective of a dead peer, others never get there.
+            torch.cuda.current_stream(self.device).synchronize()
         return self._work.staging_nbytes
 
     def run(self, timeout_s: float, on_event: Callable[[str], None] = lambda event: None) -> MoveReport:

@@ -67,6 +67,7 @@ class Rank:
         self._synchronize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
         return sharing.share(self._views)
 
     def is_right(self) -> bool:
@@ -84,7 +85,7 @@ class Rank:
         self._synchronize()
 
     def peak_nbytes(self) -> int:
-        """The most that torch's allocator gave this process since `prepare`, its state included."""
+        """The most that torch's allocator gave this process since `hold`, its state included."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     # Handover, in the order of actors/handover.py ---------------------------------------------------------------------
@@ -107,8 +108,6 @@ class Rank:
         direct_nbytes: int,
     ) -> int:
         """As a new rank over the old one's memory, or as an old one that is leaving; the bytes of staging."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
         if is_new:
             self._mapped = sharing.open(shared) if shared is not None else []
             views = (self._mapped, source, self._views, self._layout)

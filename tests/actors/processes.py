@@ -84,7 +84,7 @@ def wait_gone(pid: int, timeout_s: float = 30.0) -> None:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between open and read
             return
         time.sleep(0.01)
     raise AssertionError(f"process {pid} still runs after {timeout_s} s")
