@@ -5,7 +5,6 @@ What the checksum is and what it tells is in `sums.py`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -77,12 +76,9 @@ def _ends(
 
     Local moves are round -1. What no report tells is empty.
     """
-    counts = Counter((-1, move.src_rank, move.dst_rank) for move in plan.local)
-    for index, moves in enumerate(plan.rounds):
-        counts.update((index, move.src_rank, move.dst_rank) for move in moves)
     nothing = np.empty(0, np.uint64)
     ends = {}
-    for (index, source, destination), count in counts.items():
+    for (index, source, destination), count in plan.message_sizes().items():
         sender, receiver = reports.get(source), reports.get(destination)
         if index < 0:
             left, arrived = (sender.local_left, sender.local_arrived) if sender else (nothing, nothing)

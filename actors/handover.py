@@ -97,7 +97,9 @@ class Handover:
         target = self._new.layouts()
         nodes = {slot.slot_id: slot.node_name for slot in [*self._old.slots, *self._new.slots]}
         try:
-            plan = make_plan(source, target, nodes, usable=self._usable)
+            # What only slots that will go hold leaves them first, whatever time there is.
+            leaving = [slot for slot in source if slot not in self._usable]
+            plan = make_plan(source, target, nodes, usable=self._usable, endangered=leaving)
         except StateMissing as missing:
             if not self._old.dead:
                 raise

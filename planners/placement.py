@@ -55,6 +55,7 @@ def preview(
         slots,
         {**usable, **nodes},
         usable=usable.keys(),
+        endangered=held.keys() - usable.keys(),
     )
 
 

@@ -114,20 +114,30 @@ class MigrationPlan:
     def round_count(self) -> int:
         return max(0, int(self.moves.round.max(initial=LOCAL)) + 1)
 
-    @property
+    @cached_property
     def local(self) -> tuple[Move, ...]:
         """The moves inside slots, one tensor each."""
         return tuple(self._each(np.flatnonzero(self.moves.round == LOCAL)))
 
-    @property
+    @cached_property
     def casts(self) -> tuple[Move, ...]:
         """What ranks cast from shards of their new layouts, one tensor each, after all rounds."""
         return tuple(self._each(np.flatnonzero(self.moves.round == CAST)))
 
-    @property
+    @cached_property
     def rounds(self) -> tuple[tuple[Move, ...], ...]:
         """The moves over the wire, round by round, one tensor each."""
         return tuple(tuple(self._each(np.flatnonzero(self.moves.round == r))) for r in range(self.round_count))
+
+    def message_sizes(self) -> dict[tuple[int, int, int], int]:
+        """How many moves go from one rank to another in a round, by (round, source, destination); local ones are LOCAL."""
+        src, dst = self.ends
+        rows = np.flatnonzero(self.moves.round >= LOCAL)
+        columns = np.column_stack([self.moves.round[rows], src[rows], dst[rows]])
+        pairs, where = np.unique(columns, axis=0, return_inverse=True)
+        tensors = np.array([len(bundle.tensors) for bundle in self.bundles], dtype=np.int64)[self.moves.bundle[rows]]
+        counts = np.bincount(where, tensors, len(pairs)).astype(np.int64)
+        return dict(zip(map(tuple, pairs.tolist()), counts.tolist(), strict=True))
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of slot `slots[rank]`: its local copies and, round by round, its messages."""
