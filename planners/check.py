@@ -14,6 +14,7 @@ import numpy as np
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.errors import PlanError
 from ray_etc.planners.intersect import BoxArray, join, ranges
+from ray_etc.planners.moves import CAST, LOCAL
 from ray_etc.planners.regions import subtract
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ def check(plan: MigrationPlan) -> None:
     _check_written_once(plan)
     _check_relays(plan)
     _check_rounds(plan)
-    if plan.nbytes_wire < plan.nbytes_lower_bound:
-        raise PlanError(f"{plan.nbytes_wire} bytes on the wire are below the bound of {plan.nbytes_lower_bound}")
+    made = plan.nbytes_wire + plan.nbytes_cast
+    if made < plan.nbytes_lower_bound:
+        raise PlanError(f"{made} bytes that do not stay are below the bound of {plan.nbytes_lower_bound}")
 
 
 def _check_ranks(plan: MigrationPlan) -> None:
@@ -56,6 +58,20 @@ def _check_bundles(plan: MigrationPlan) -> None:
             for family in bundle.source_families:
                 if forms[family].get(tensor.key) != _form(tensor):
                     raise PlanError("a tensor is read as another shape or dtype", (), tensor.key)
+    _check_masters(plan)
+
+
+def _check_masters(plan: MigrationPlan) -> None:
+    """What is cast comes from tensors of the same shape that are not cast themselves."""
+    by_family = [{tensor.key: tensor for tensor in tensors} for tensors in plan.target.families]
+    for number in np.unique(plan.moves.bundle[plan.moves.round == CAST]).tolist():
+        bundle = plan.bundles[number]
+        for tensor in bundle.tensors:
+            master = None
+            if bundle.master_family is not None and tensor.derived_from is not None:
+                master = by_family[bundle.master_family].get((tensor.derived_from, tensor.name))
+            if master is None or master.shape != tensor.shape or master.derived_from is not None:
+                raise PlanError("a tensor is cast from what it is not derived from", (), tensor.key)
 
 
 def _form(tensor: object) -> tuple[object, ...]:
@@ -72,7 +88,10 @@ def _check_rows(plan: MigrationPlan) -> None:
     _refuse(~is_there, "a move names a shard that is not there", plan, named=False)
     target_family = np.array([bundle.target_family for bundle in plan.bundles], dtype=np.int64)
     wrong = plan.target.family[moves.target_row] != target_family[moves.bundle]
-    relay, direct = np.flatnonzero(moves.is_relay), np.flatnonzero(~moves.is_relay)
+    cast = np.flatnonzero(moves.round == CAST)
+    master_family = np.array([-1 if b.master_family is None else b.master_family for b in plan.bundles], dtype=np.int64)
+    wrong[cast] |= plan.target.family[moves.source_row[cast]] != master_family[moves.bundle[cast]]
+    relay, direct = np.flatnonzero(moves.is_relay & (moves.round != CAST)), np.flatnonzero(~moves.is_relay)
     wrong[relay] |= plan.target.family[moves.source_row[relay]] != target_family[moves.bundle[relay]]
     allowed = {(number, family) for number, bundle in enumerate(plan.bundles) for family in bundle.source_families}
     pairs = np.column_stack([moves.bundle[direct], plan.source.family[moves.source_row[direct]]])
@@ -100,11 +119,13 @@ def _check_ends(plan: MigrationPlan) -> None:
     """Local moves stay on a rank, others do not, and nothing is fetched that the rank's own slot holds."""
     moves = plan.moves
     src, dst = plan.ends
-    is_local = moves.round < 0
+    is_local, is_wire = moves.round == LOCAL, moves.round >= 0
+    _refuse(moves.round < CAST, "a move is of no round", plan)
+    _refuse((moves.round == CAST) & ~(moves.is_relay & (src == dst)), "a cast is from another rank", plan)
     _refuse(is_local & (src != dst), "a move between two ranks is listed as local", plan)
     _refuse(is_local & moves.is_relay, "a move inside one rank is a relay", plan)
-    _refuse(~is_local & (src == dst), "a move inside one rank is listed in a round", plan)
-    wire = np.flatnonzero(~is_local)
+    _refuse(is_wire & (src == dst), "a move inside one rank is listed in a round", plan)
+    wire = np.flatnonzero(is_wire)
     own = plan.source
     by_family = np.argsort(own.family, kind="stable")
     edges = np.searchsorted(own.family[by_family], np.arange(len(own.families) + 1))
@@ -172,7 +193,7 @@ def _check_written_once(plan: MigrationPlan) -> None:
 def _check_relays(plan: MigrationPlan) -> None:
     """What a rank hands on has reached it in an earlier round, or was in its slot."""
     moves = plan.moves
-    relays = np.flatnonzero(moves.is_relay)
+    relays = np.flatnonzero(moves.is_relay & (moves.round != CAST))
     boxes = _written(plan)
     handed = BoxArray(
         moves.source_row[relays] * len(plan.bundles) + moves.bundle[relays],
@@ -180,7 +201,7 @@ def _check_relays(plan: MigrationPlan) -> None:
         moves.lengths[relays],
     )
     relay, write, common = join(handed, boxes)
-    in_time = moves.round[write] < moves.round[relays[relay]]
+    in_time = (moves.round[write] != CAST) & (moves.round[write] < moves.round[relays[relay]])
     had = np.zeros(len(relays), dtype=np.int64)
     np.add.at(had, relay[in_time], common.numel[in_time])
     bad = np.zeros(len(moves), dtype=bool)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ray_etc.planners.intersect import BoxArray, distinct, hash_of_sets, ranges
+from ray_etc.planners.intersect import BoxArray, distinct, hash_of_sets, join, ranges
 from ray_etc.planners.match import Match
 
 CUTS_PER_ROUND = 16
@@ -20,6 +20,15 @@ class Local:
 
     atom: np.ndarray
     source_row: np.ndarray
+    target_row: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Casts:
+    """Boxes that a new rank makes from what it derives them from: grouped by bundle, and rows of the target each."""
+
+    boxes: BoxArray
+    master_row: np.ndarray
     target_row: np.ndarray
 
 
@@ -84,8 +93,10 @@ class Streams:
         return self.part_start[part] + (unit - self.unit_start[part]) * self.unit_nbytes[part]
 
 
-def find_demands(found: Match, plan_rank: np.ndarray, world_size: int, staging_nbytes: int) -> tuple[Local, Streams]:
-    """Divide the atoms of `found` into those that stay and those that move.
+def find_demands(
+    found: Match, plan_rank: np.ndarray, world_size: int, staging_nbytes: int
+) -> tuple[Local, Casts, Streams]:
+    """Divide the atoms of `found` into those that stay, those that are cast from others, and those that move.
 
     New rank i is rank `plan_rank[i]` of the `world_size` ranks of the plan; the source's ranks are the plan's.
     Raises ValueError where the staging budget is less than two elements of all tensors that are alike.
@@ -98,7 +109,40 @@ def find_demands(found: Match, plan_rank: np.ndarray, world_size: int, staging_n
     at = np.minimum(np.searchsorted(holder_key, key), len(holder_key) - 1)
     stays = holder_key[at] == key if len(holder_key) else np.zeros(0, dtype=bool)
     local = Local(owner[stays], found.holder_row[at[stays]], row[stays])
-    return local, _streams(found, owner[~stays], row[~stays], rank[~stays], staging_nbytes)
+    owner, row, rank = owner[~stays], row[~stays], rank[~stays]
+    casts, is_cast = _casts(found, owner, row)
+    owner, row, rank = owner[~is_cast], row[~is_cast], rank[~is_cast]
+    return local, casts, _streams(found, owner, row, rank, staging_nbytes)
+
+
+def _casts(found: Match, atom: np.ndarray, row: np.ndarray) -> tuple[Casts, np.ndarray]:
+    """What can be cast of the demands "row `row[i]` of the target wants atom `atom[i]`", and which these are.
+
+    A demand is cast where the main weights that its own rank will have cover all of it.
+    """
+    target = found.target
+    master_of = np.array([-1 if b.master_family is None else b.master_family for b in found.bundles], dtype=np.int64)
+    some = np.flatnonzero(master_of[found.atoms.group[atom]] >= 0)
+    boxes = found.atoms[atom[some]]
+    masters = np.flatnonzero(np.isin(target.family, master_of))
+    # One of two equal rows will do: a rank may hold a tied weight twice.
+    columns = (target.family, target.rank, target.offsets, target.lengths)
+    masters = masters[np.sort(distinct(*(column[masters] for column in columns))[0])]
+    group = target.rank[row[some]] * len(target.families) + master_of[boxes.group]
+    held = BoxArray(
+        target.rank[masters] * len(target.families) + target.family[masters],
+        target.offsets[masters],
+        target.lengths[masters],
+    )
+    demand, master, common = join(BoxArray(group, boxes.offsets, boxes.lengths), held)
+    covered = np.zeros(len(some), dtype=np.int64)
+    np.add.at(covered, demand, common.numel)
+    whole = covered == boxes.numel
+    is_cast = np.zeros(len(atom), dtype=bool)
+    is_cast[some[whole]] = True
+    taken = whole[demand]
+    made = BoxArray(boxes.group[demand[taken]], common.offsets[taken], common.lengths[taken])
+    return Casts(made, masters[master[taken]], row[some[demand[taken]]]), is_cast
 
 
 def _streams(found: Match, atom: np.ndarray, row: np.ndarray, rank: np.ndarray, staging_nbytes: int) -> Streams:

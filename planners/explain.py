@@ -60,6 +60,8 @@ def summary(plan: MigrationPlan, facts: PlanFacts, deadline_s: float | None = No
         ("on the wire", f"{size(facts.nbytes_moved)}, {_against_bound(facts)}"),
         ("placement", placement_in_words(facts)),
     ]
+    if facts.nbytes_cast:
+        rows.append(("cast, not moved", f"{size(facts.nbytes_cast)} from main weights on the same rank"))
     if facts.nbytes_moved:
         if facts.nbytes_relayed:
             rows.append(("handed on", f"{size(facts.nbytes_relayed)} of that by ranks that received it"))
@@ -87,19 +89,18 @@ def summary(plan: MigrationPlan, facts: PlanFacts, deadline_s: float | None = No
         ),
     ]
     if deadline_s is not None:
-        rows.append(("deadline", deadline_in_words(plan, facts, deadline_s)))
+        rows.append(("deadline", _deadline_in_words(plan, facts, deadline_s)))
     return rows
 
 
 def placement_in_words(facts: PlanFacts) -> str:
     """Whether another placement of the new ranks could move less."""
-    missed = facts.nbytes_moved - facts.nbytes_lower_bound
-    if not missed:
+    if not facts.nbytes_missed:
         return "proven optimal"
-    return f"not proven optimal: the best moves at most {size(missed)} less"
+    return f"not proven optimal: the best moves at most {size(facts.nbytes_missed)} less"
 
 
-def deadline_in_words(plan: MigrationPlan, facts: PlanFacts, deadline_s: float) -> str:
+def _deadline_in_words(plan: MigrationPlan, facts: PlanFacts, deadline_s: float) -> str:
     """Whether the notice of `deadline_s` seconds is enough for the whole plan, or for what only leaving slots hold."""
     if facts.seconds.total <= deadline_s:
         return f"all of it fits into the {deadline_s:g} s of notice"
@@ -122,7 +123,7 @@ def link_table(facts: PlanFacts) -> str:
 
 
 def _against_bound(facts: PlanFacts) -> str:
-    if facts.nbytes_moved == facts.nbytes_lower_bound:
+    if not facts.nbytes_missed:
         return "the least possible"
     times = f" ({facts.nbytes_moved / facts.nbytes_lower_bound:.2f} times)" if facts.nbytes_lower_bound else ""
     return f"least possible {size(facts.nbytes_lower_bound)}{times}"
@@ -143,7 +144,7 @@ def _by_nodes(plan: MigrationPlan, facts: PlanFacts) -> list[tuple[str, str, int
     numbers = {name: number for number, name in enumerate(facts.node_names)}
     node = np.array([numbers[name] for name in plan.nodes], dtype=np.int64)
     src, dst = (node[end] for end in plan.ends)
-    wire = plan.moves.round != LOCAL
+    wire = plan.moves.round >= 0
     pair, where = np.unique(src[wire] * len(numbers) + dst[wire], return_inverse=True)
     total = np.zeros(len(pair), dtype=np.int64)
     np.add.at(total, where, plan.move_nbytes[wire])
@@ -156,10 +157,10 @@ def _by_nodes(plan: MigrationPlan, facts: PlanFacts) -> list[tuple[str, str, int
 def _by_kind(plan: MigrationPlan) -> list[tuple[str, str, str]]:
     """(kind, local bytes, wire bytes), in words."""
     numel = plan.moves.lengths.prod(axis=1)
-    is_local = plan.moves.round == LOCAL
+    is_local, is_wire = plan.moves.round == LOCAL, plan.moves.round >= 0
     rows = []
     for kind in sorted({tensor.kind for bundle in plan.bundles for tensor in bundle.tensors}):
         itemsize = np.array([sum(t.itemsize for t in bundle.tensors if t.kind == kind) for bundle in plan.bundles])
         nbytes = numel * itemsize[plan.moves.bundle]
-        rows.append((kind, size(int(nbytes[is_local].sum())), size(int(nbytes[~is_local].sum()))))
+        rows.append((kind, size(int(nbytes[is_local].sum())), size(int(nbytes[is_wire].sum()))))
     return rows

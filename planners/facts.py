@@ -54,13 +54,15 @@ class PlanFacts:
     """Everything that `explain` says of a plan.
 
     `links` is by LINK_CLASSES. `sent`, `received` (int64 [ranks]) are wire bytes of each slot, `node_sent`,
-    `node_received` (int64 [nodes], in the order of `node_names`) what crosses between nodes. `nbytes_relayed` of the
-    wire bytes were handed on by a rank that received them. `saved_s` is when the last byte has left an endangered slot.
+    `node_received` (int64 [nodes], in the order of `node_names`) what crosses between nodes. `nbytes_cast` are
+    made from main weights by the ranks that need them; of the wire bytes, `nbytes_relayed` are handed on by a rank that
+    received them. `saved_s` is when the last byte has left an endangered slot.
     """
 
     nbytes_needed: int
     nbytes_moved: int
     nbytes_lower_bound: int
+    nbytes_cast: int
     nbytes_relayed: int
     links: dict[str, LinkUse]
     rounds: int
@@ -74,6 +76,11 @@ class PlanFacts:
     memory: Memory
 
     @property
+    def nbytes_missed(self) -> int:
+        """By how much, at most, another placement could do with less on the wire."""
+        return self.nbytes_moved + self.nbytes_cast - self.nbytes_lower_bound
+
+    @property
     def busiest_link_nbytes(self) -> int:
         """The most that any slot sends or receives."""
         return int(max(self.sent.max(initial=0), self.received.max(initial=0)))
@@ -84,14 +91,14 @@ def facts_of(plan: MigrationPlan, links: Links | None = None) -> PlanFacts:
     links = links or Links()
     src, dst = plan.ends
     nbytes, rounds = plan.move_nbytes, plan.moves.round
-    wire = np.flatnonzero(rounds != LOCAL)
+    wire = np.flatnonzero(rounds >= 0)
     names = tuple(dict.fromkeys(plan.nodes))
     numbers = {name: number for number, name in enumerate(names)}
     node = np.array([numbers[name] for name in plan.nodes], dtype=np.int64)
     is_far = node[src] != node[dst]
     slices = np.array([len(bundle.tensors) for bundle in plan.bundles], dtype=np.int64)[plan.moves.bundle]
     uses = {}
-    for name, among in zip(LINK_CLASSES, (rounds == LOCAL, (rounds != LOCAL) & ~is_far, is_far), strict=True):
+    for name, among in zip(LINK_CLASSES, (rounds == LOCAL, (rounds >= 0) & ~is_far, is_far), strict=True):
         count = int(slices[among].sum())
         pairs = (rounds[among] * len(plan.slots) + src[among]) * len(plan.slots) + dst[among]
         messages = count if name == LINK_CLASSES[0] else len(np.unique(pairs))
@@ -105,7 +112,8 @@ def facts_of(plan: MigrationPlan, links: Links | None = None) -> PlanFacts:
         nbytes_needed=int(nbytes.sum()),
         nbytes_moved=plan.nbytes_wire,
         nbytes_lower_bound=plan.nbytes_lower_bound,
-        nbytes_relayed=int(nbytes[plan.moves.is_relay].sum()),
+        nbytes_cast=plan.nbytes_cast,
+        nbytes_relayed=int(nbytes[plan.moves.is_relay & (rounds >= 0)].sum()),
         links=uses,
         rounds=plan.round_count,
         sent=_sums(src[wire], nbytes[wire], rank_count),

@@ -16,6 +16,9 @@ class TensorSpec:
     trained, such as a router's expert bias. `split_dim`, `layer` and `expert_dim` say where tensor, pipeline and
     expert parallelism would cut; they only serve to guess a layout that no rank has reported yet, and never decide
     what is moved. `expert_dim` counts the experts of a layer, and marks a weight as the experts' own.
+
+    `derived_from` is the kind of the tensor of the same name whose values, rounded to this dtype, are exactly these: a
+    bf16 working weight is that of its fp32 main weight.
     """
 
     kind: str
@@ -26,6 +29,7 @@ class TensorSpec:
     split_dim: int | None = None
     layer: int | None = None
     expert_dim: int | None = None
+    derived_from: str | None = None
 
     @property
     def key(self) -> tuple[str, str]:

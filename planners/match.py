@@ -25,17 +25,24 @@ WEIGHTS = ("param", "buffer")
 """Kinds of tensors that data-parallel replicas hold alike."""
 
 
+WORTH_CASTING = 0.25
+"""Weights are cast where their main weights cover this share of them, summed over ranks: they then move less, but no
+longer as one stream to all replicas."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """Tensors that are alike on both sides: what moves of one of them, moves of all.
 
     They are all of `target_family`, a family of the target, and in the source of each of `source_families`: one, but
-    for tied weights that different stages hold in different forms.
+    for tied weights that different stages hold in different forms. `master_family`, of the target too, holds the
+    tensors that these are derived from, where it is worth to cast them.
     """
 
     tensors: tuple[TensorSpec, ...]
     source_families: tuple[int, ...]
     target_family: int
+    master_family: int | None = None
 
     @property
     def element_nbytes(self) -> int:
@@ -165,7 +172,8 @@ def _bundles(source: LayoutTable, target: LayoutTable) -> tuple[Bundle, ...]:
     for family, tensors in enumerate(source.families):
         for tensor in tensors:
             held.setdefault(tensor.key, {})[family] = tensor
-    grouped: dict[tuple[tuple[int, ...], int], list[TensorSpec]] = {}
+    master_of = _masters(target)
+    grouped: dict[tuple[tuple[int, ...], int, int | None], list[TensorSpec]] = {}
     unlike: dict[tuple[str, str], MissingPart] = {}
     for family, tensors in enumerate(target.families):
         for tensor in tensors:
@@ -175,10 +183,29 @@ def _bundles(source: LayoutTable, target: LayoutTable) -> tuple[Bundle, ...]:
                     box = Box.whole(tensor.shape)
                     reason = f"held as {other.dtype} {other.shape}, wanted as {tensor.dtype} {tensor.shape}"
                     unlike[tensor.key] = MissingPart(*tensor.key, box, box.numel * tensor.itemsize, reason)
-            grouped.setdefault((tuple(families), family), []).append(tensor)
+            grouped.setdefault((tuple(families), family, master_of.get((family, tensor.key))), []).append(tensor)
     if unlike:
         raise StateMissing(unlike.values())
     return tuple(Bundle(tuple(tensors), *families) for families, tensors in grouped.items())
+
+
+def _masters(target: LayoutTable) -> dict[tuple[int, tuple[str, str]], int]:
+    """The family of the tensor that a tensor is derived from, by family and key, where enough ranks hold both.
+
+    Under ZeRO-1 each replica has one range of the main weights only, and must get the others' weights by wire anyhow.
+    """
+    numel = np.bincount(target.family, target.lengths.prod(axis=1), len(target.families))
+    families_of: dict[tuple[str, str], list[int]] = {}
+    for family, tensors in enumerate(target.families):
+        for tensor in tensors:
+            families_of.setdefault(tensor.key, []).append(family)
+    found = {}
+    for family, tensors in enumerate(target.families):
+        for tensor in tensors:
+            masters = families_of.get((tensor.derived_from, tensor.name), []) if tensor.derived_from else []
+            if len(masters) == 1 and numel[masters[0]] >= WORTH_CASTING * numel[family]:
+                found[family, tensor.key] = masters[0]
+    return found
 
 
 def _form(tensor: TensorSpec) -> tuple[object, ...]:

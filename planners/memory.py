@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ray_etc.planners.moves import LOCAL
-
 if TYPE_CHECKING:
     from ray_etc.planners.plan import MigrationPlan
 
@@ -48,7 +46,7 @@ def memory_of(plan: MigrationPlan) -> Memory:
     """What `plan` needs on each rank of it, without what the processes need besides (contexts, activations)."""
     rank_count = len(plan.slots)
     staging = np.zeros(rank_count, dtype=np.int64)
-    wire = np.flatnonzero(plan.moves.round != LOCAL)
+    wire = np.flatnonzero(plan.moves.round >= 0)
     for end in plan.ends:
         cell, where = np.unique(end[wire] * max(plan.round_count, 1) + plan.moves.round[wire], return_inverse=True)
         total = np.zeros(len(cell), dtype=np.int64)

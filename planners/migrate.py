@@ -13,7 +13,7 @@ from ray_etc.planners.fan_out import Hops
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import Match, match
-from ray_etc.planners.moves import local_moves, wire_moves
+from ray_etc.planners.moves import cast_moves, local_moves, wire_moves
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.rounds import split_rounds
 from ray_etc.planners.sources import choose_hops
@@ -82,7 +82,7 @@ def plan_moves(
     ranks. The other arguments and the errors are those of `make_plan`.
     """
     world_size = len(slots)
-    local, streams = find_demands(found, plan_rank, world_size, staging_nbytes)
+    local, casts, streams = find_demands(found, plan_rank, world_size, staging_nbytes)
     number_of = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     network = Network(np.array([number_of[node] for node in nodes], dtype=np.int64), links or Links())
     hops = choose_hops(streams, network)
@@ -94,7 +94,7 @@ def plan_moves(
         source=found.source,
         target=found.target.on(plan_rank, world_size),
         bundles=found.bundles,
-        moves=local_moves(found, local).and_then(wire_moves(streams, chunks)),
+        moves=local_moves(found, local).and_then(wire_moves(streams, chunks)).and_then(cast_moves(casts)),
         nbytes_lower_bound=nbytes_lower_bound,
         staging_nbytes=staging_nbytes,
         endangered=tuple(sorted(endangered)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ray_etc.planners.demands import Local, Streams
+from ray_etc.planners.demands import Casts, Local, Streams
 from ray_etc.planners.intersect import BoxArray, ranges
 from ray_etc.planners.match import Match
 from ray_etc.planners.rounds import Chunks
@@ -14,13 +14,17 @@ from ray_etc.planners.rounds import Chunks
 LOCAL = -1
 """The round of a move inside one slot."""
 
+CAST = -2
+"""The "round" of what a rank casts from its new main weights, after all rounds."""
+
 
 @dataclass(frozen=True, eq=False)
 class MoveTable:
     """Moves of all tensors of a bundle at once: row i copies a box from one row of a table to one of the target's.
 
     int64 [moves] each, `offsets` and `lengths` int64 [moves, ndim] in elements of the logical tensor. `source_row` is a
-    row of the target's table where `is_relay` (bool [moves]), else of the source's. `round` is LOCAL inside a slot.
+    row of the target's table where `is_relay` (bool [moves]), else of the source's. `round` is LOCAL inside a slot, and
+    CAST for what is made from the main weights, which are the `source_row`.
     Moves of one round and pair of ranks are packed in the order of the table.
     """
 
@@ -63,6 +67,19 @@ def local_moves(found: Match, local: Local) -> MoveTable:
         atoms.lengths,
         np.full(count, LOCAL),
         np.zeros(count, dtype=bool),
+    )
+
+
+def cast_moves(casts: Casts) -> MoveTable:
+    boxes, count = casts.boxes, len(casts.boxes)
+    return MoveTable(
+        boxes.group,
+        casts.master_row,
+        casts.target_row,
+        boxes.offsets,
+        boxes.lengths,
+        np.full(count, CAST),
+        np.ones(count, dtype=bool),
     )
 
 

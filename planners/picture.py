@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ray_etc.planners.moves import LOCAL
 from ray_etc.planners.words import size
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def node_matrix(plan: MigrationPlan, facts: PlanFacts, cells: int) -> tuple[np.n
     edges = _edges(len(facts.node_names), cells)
     number_of = {name: number for number, name in enumerate(facts.node_names)}
     cell = np.array([number_of[name] for name in plan.nodes], dtype=np.int64) // edges[1]
-    wire = plan.moves.round != LOCAL
+    wire = plan.moves.round >= 0
     src, dst = (cell[end[wire]] for end in plan.ends)
     total = np.zeros((len(edges) - 1,) * 2, dtype=np.int64)
     np.add.at(total, (src, dst), plan.move_nbytes[wire])

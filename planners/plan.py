@@ -17,7 +17,7 @@ from ray_etc.planners.check import check
 from ray_etc.planners.explain import explain, explain_html
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import Bundle
-from ray_etc.planners.moves import LOCAL, MoveTable
+from ray_etc.planners.moves import CAST, LOCAL, MoveTable
 from ray_etc.planners.table import LayoutTable
 
 
@@ -52,11 +52,12 @@ class RankRound:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's part of a plan."""
+    """One rank's part of a plan. `casts` come last: from one shard of its new layout to another of a smaller dtype."""
 
     rank: int
     local: tuple[Move, ...]
     rounds: tuple[RankRound, ...]
+    casts: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +103,26 @@ class MigrationPlan:
 
     @property
     def nbytes_wire(self) -> int:
-        return int(self.move_nbytes[self.moves.round != LOCAL].sum())
+        return int(self.move_nbytes[self.moves.round >= 0].sum())
+
+    @property
+    def nbytes_cast(self) -> int:
+        """What ranks make from the main weights they have then, and nobody sends."""
+        return int(self.move_nbytes[self.moves.round == CAST].sum())
 
     @property
     def round_count(self) -> int:
-        return int(self.moves.round.max(initial=LOCAL)) + 1
+        return max(0, int(self.moves.round.max(initial=LOCAL)) + 1)
 
     @property
     def local(self) -> tuple[Move, ...]:
         """The moves inside slots, one tensor each."""
         return tuple(self._each(np.flatnonzero(self.moves.round == LOCAL)))
+
+    @property
+    def casts(self) -> tuple[Move, ...]:
+        """What ranks cast from shards of their new layouts, one tensor each, after all rounds."""
+        return tuple(self._each(np.flatnonzero(self.moves.round == CAST)))
 
     @property
     def rounds(self) -> tuple[tuple[Move, ...], ...]:
@@ -122,6 +133,7 @@ class MigrationPlan:
         """The part of slot `slots[rank]`: its local copies and, round by round, its messages."""
         src, dst = self.ends
         local: list[Move] = []
+        casts: list[Move] = []
         sends: list[dict[int, list[Move]]] = [{} for _ in range(self.round_count)]
         receives: list[dict[int, list[Move]]] = [{} for _ in range(self.round_count)]
         for row in self._rows_of(rank):
@@ -129,6 +141,8 @@ class MigrationPlan:
             index = int(self.moves.round[row])
             if index == LOCAL:
                 local.extend(moves)
+            elif index == CAST:
+                casts.extend(moves)
             elif src[row] == rank:
                 sends[index].setdefault(int(dst[row]), []).extend(moves)
             else:
@@ -140,7 +154,7 @@ class MigrationPlan:
             )
             for sent, received in zip(sends, receives, strict=True)
         ]
-        return RankPlan(rank, tuple(local), tuple(rounds))
+        return RankPlan(rank, tuple(local), tuple(rounds), tuple(casts))
 
     def _rows_of(self, rank: int) -> list[int]:
         """The rows of `moves` that begin or end on a rank, in their order."""
@@ -164,11 +178,13 @@ class MigrationPlan:
             origin = self.target if is_relay else self.source
             source_row, target_row = int(self.moves.source_row[row]), int(self.moves.target_row[row])
             numel = box.numel
+            is_cast = self.moves.round[row] == CAST
             for tensor in bundle.tensors:
+                source_key = (tensor.derived_from or tensor.kind, tensor.name) if is_cast else tensor.key
                 found.append(
                     Move(
                         int(origin.rank[source_row]),
-                        origin.shard_position(source_row, tensor.key),
+                        origin.shard_position(source_row, source_key),
                         int(self.target.rank[target_row]),
                         self.target.shard_position(target_row, tensor.key),
                         box,

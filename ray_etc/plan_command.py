@@ -47,7 +47,7 @@ class PlanOptions:
     """The memory of a GPU, in GiB; 139 is an H200's. 3 of it are left for the contexts and communicators of two
     processes."""
     links: Path | None = None
-    """A JSON file of measured speeds that times are predicted from, see planners/links.py."""
+    """A JSON file of measured speeds that times are predicted from, as `python -m ray_etc calibrate` writes it."""
     staging_mib: int = 256
     """What a GPU sends, and what it receives, in one round, in MiB."""
     json: bool = False

@@ -8,7 +8,8 @@ The keys of the JSON are stable. Bytes are `nbytes_*` (and `largest_view_nbytes`
     nbytes_needed                   what all new ranks hold, all of it copied or moved once
     nbytes_moved                    of that, what goes over the wire
     nbytes_relayed                  of that, what new ranks hand on after they received it
-    nbytes_lower_bound              no placement of the new ranks moves less
+    nbytes_cast                     neither: what new ranks make from their own main weights
+    nbytes_lower_bound              no placement of the new ranks moves, or casts, less
     placement                       what is proven of the placement, in words
     nbytes_moved_if_rank_i_took_slot_i
     links                           same_slot, same_node, other_node: nbytes; slices, messages and their mean sizes,
@@ -132,6 +133,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "nbytes_needed": facts.nbytes_needed,
         "nbytes_moved": facts.nbytes_moved,
         "nbytes_relayed": facts.nbytes_relayed,
+        "nbytes_cast": facts.nbytes_cast,
         "nbytes_lower_bound": facts.nbytes_lower_bound,
         "placement": placement_in_words(facts),
         "nbytes_moved_if_rank_i_took_slot_i": planned.nbytes_if_unmoved,

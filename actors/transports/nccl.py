@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,9 @@ DTYPES = {
     torch.float64: "NCCL_FLOAT64",
 }
 REDUCE_OPS = {"SUM": "NCCL_SUM", "PRODUCT": "NCCL_PROD", "MIN": "NCCL_MIN", "MAX": "NCCL_MAX"}
+
+Group = Callable[[Any, int], Any]
+"""Asks a communicator for what NCCL shall do together, on a stream given by its handle."""
 
 
 def _nccl() -> Any:
@@ -111,20 +114,58 @@ class NcclTransport(Transport):
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], timeout_s: float
     ) -> None:
         deadline = Deadline(timeout_s)
+        out = {peer: [message] for peer, message in sends.items() if message.numel()}
+        into = {peer: [buffer] for peer, buffer in receives.items() if buffer.numel()}
         self._check_messages(sends, receives)
-        involved = sorted({peer for side in (sends, receives) for peer, message in side.items() if message.numel()})
-        uint8 = _nccl().NCCL_UINT8
+        if out or into:
+            self._run(_messages(out, into), deadline, sorted({*out, *into}))
 
-        def post(communicator: Any, stream: int) -> None:
-            for peer, message in sends.items():
-                if message.numel():
-                    communicator.send(message.data_ptr(), message.numel(), uint8, peer, stream)
-            for peer, buffer in receives.items():
-                if buffer.numel():
-                    communicator.recv(buffer.data_ptr(), buffer.numel(), uint8, peer, stream)
+    def post(
+        self,
+        sends: Mapping[int, Sequence[torch.Tensor]],
+        receives: Mapping[int, Sequence[torch.Tensor]],
+        deadline: Deadline,
+    ) -> None:
+        """Enqueue one group of messages on torch's current stream, within `guarded`; a message may be several buffers.
 
-        if involved:
-            self._run(post, deadline, involved)
+        Both ends list the buffers of a message in the same order and sizes.
+
+        Raises:
+            TransportError: the group was aborted, or NCCL found that a peer is gone.
+        """
+        if sends or receives:
+            with self._translated(deadline, sorted({*sends, *receives})):
+                self._enqueue(_messages(sends, receives))
+
+    def wait(self, done: torch.cuda.Event, deadline: Deadline) -> None:
+        """Until `done`, within `guarded`.
+
+        Raises:
+            TransportError, TransportTimeout: the group was aborted or the deadline has passed; `done` means nothing.
+        """
+        with self._translated(deadline, self.peers):
+            self._wait(done, deadline)
+
+    @contextmanager
+    def guarded(self, deadline: Deadline, streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+        """Around `post` and `wait`: whatever is raised within, the group is aborted and the streams are idle after it.
+
+        A watchdog is there for the case that the calling thread is held inside NCCL.
+        """
+        watchdog = threading.Timer(max(deadline.left_s(), 0.0), self.abort)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            # The buffers may be freed only when NCCL is off them.
+            given_up = Deadline(ABORT_S)
+            while not all(stream.query() for stream in streams) and given_up.left_s() > 0:
+                time.sleep(0.01)
+            raise
+        finally:
+            watchdog.cancel()
 
     def abort(self) -> None:
         self._aborted.set()
@@ -150,41 +191,20 @@ class NcclTransport(Transport):
         self.abort()
         self._store = None
 
-    def _run(self, post: Callable[[Any, int], None], deadline: Deadline, peers: list[int]) -> None:
-        """Have NCCL do what `post` asks for, as one group, after torch's current stream and before what follows on it.
-
-        The calling thread polls, so it sees the deadline and an abort. A watchdog is there for the case that the
-        thread itself is held inside NCCL.
-        """
-        communicator, stream = self._communicator, self._stream
-        if communicator is None or stream is None:
-            raise TransportError(self.group_name, self.rank, peers, 0.0, "not connected: call connect() first")
+    def _run(self, group: Group, deadline: Deadline, peers: list[int]) -> None:
+        """Do `group` on this transport's stream, after torch's current one and before what follows on that."""
+        stream = self._connected_stream(peers)
         current, done = torch.cuda.current_stream(stream.device), torch.cuda.Event()
         stream.wait_stream(current)
-        watchdog = threading.Timer(max(deadline.left_s(), 0.0), self.abort)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            with torch.cuda.device(stream.device), self._translated(deadline, peers):
-                with self._in_nccl:
-                    _nccl().groupStart()
-                    try:
-                        post(communicator, stream.cuda_stream)
-                    finally:
-                        _nccl().groupEnd()
-                done.record(stream)
-                self._wait(done, communicator, deadline)
-        except TransportError:
-            # The buffers may be freed only when NCCL is off them.
-            given_up = Deadline(ABORT_S)
-            while not stream.query() and given_up.left_s() > 0:
-                time.sleep(0.01)
-            raise
-        finally:
-            watchdog.cancel()
+        with self.guarded(deadline, [stream]), self._translated(deadline, peers):
+            with torch.cuda.stream(stream):
+                self._enqueue(group)
+            done.record(stream)
+            self._wait(done, deadline)
         current.wait_event(done)
 
-    def _wait(self, done: torch.cuda.Event, communicator: Any, deadline: Deadline) -> None:
+    def _wait(self, done: torch.cuda.Event, deadline: Deadline) -> None:
+        """The calling thread polls, so it sees the deadline and an abort."""
         checked = time.monotonic()
         while not done.query():
             if self._aborted.is_set() or deadline.left_s() <= 0:
@@ -192,12 +212,29 @@ class NcclTransport(Transport):
             if time.monotonic() - checked > ASYNC_CHECK_S:
                 checked = time.monotonic()
                 with self._in_nccl:
-                    if not self._aborted.is_set():
+                    if (communicator := self._communicator) is not None:
                         communicator.check_async_error()
             time.sleep(POLL_S)
         if self._aborted.is_set():
             # An abort makes NCCL's kernels end as if they were done.
             raise RuntimeError("aborted")
+
+    def _enqueue(self, group: Group) -> None:
+        """Hand NCCL what `group` asks for, as one group on torch's current stream."""
+        self._connected_stream(self.peers)
+        with self._in_nccl:
+            if (communicator := self._communicator) is None:
+                raise RuntimeError("aborted")
+            _nccl().groupStart()
+            try:
+                group(communicator, torch.cuda.current_stream().cuda_stream)
+            finally:
+                _nccl().groupEnd()
+
+    def _connected_stream(self, peers: list[int]) -> torch.cuda.Stream:
+        if self._stream is None:
+            raise TransportError(self.group_name, self.rank, peers, 0.0, "not connected: call connect() first")
+        return self._stream
 
     # What users of `ray.util.collective` expect. Ray passes lists with one tensor for each local device.
 
@@ -237,8 +274,20 @@ class NcclTransport(Transport):
     def barrier(self, barrier_options: Any = None) -> None:
         self.allreduce([torch.zeros(1, dtype=torch.int32, device=self._stream.device if self._stream else "cuda")])
 
-    def _collective(self, post: Callable[[Any, int], Any], peers: list[int] | None = None) -> None:
-        self._run(post, Deadline(COLLECTIVE_TIMEOUT_S), self.peers if peers is None else peers)
+    def _collective(self, group: Group, peers: list[int] | None = None) -> None:
+        deadline = Deadline(COLLECTIVE_TIMEOUT_S)
+        self._run(group, deadline, self.peers if peers is None else peers)
+
+
+def _messages(sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]]) -> Group:
+    def group(communicator: Any, stream: int) -> None:
+        uint8 = _nccl().NCCL_UINT8
+        for act, side in ((communicator.send, sends), (communicator.recv, receives)):
+            for peer, buffers in side.items():
+                for buffer in buffers:
+                    act(buffer.data_ptr(), buffer.numel(), uint8, peer, stream)
+
+    return group
 
 
 def _flat(one: Sequence[torch.Tensor]) -> torch.Tensor:

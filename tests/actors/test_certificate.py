@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ray_etc.actors import certificate
+from ray_etc.actors import sums
 from ray_etc.actors.certificate import checksums
 
 DTYPES = [
@@ -26,12 +24,10 @@ LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pieces of 8 words, so that small slices cross their borders."""
-    monkeypatch.setattr(certificate, "PIECE", 8)
-    certificate._weights.cache_clear()
-    yield
-    certificate._weights.cache_clear()
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 8 words, 2 at a time, so that small slices cross their borders."""
+    monkeypatch.setattr(sums, "TILE_WORDS", 8)
+    monkeypatch.setattr(sums, "TILES_AT_ONCE", 2)
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -110,12 +106,32 @@ def test_two_swapped_slices_are_told_apart_move_by_move() -> None:
     assert (checksums([a, b]) != checksums([b, a])).all()
 
 
-def test_rows_longer_than_a_piece_are_cut_too() -> None:
-    values = torch.randn(3, 5, 41)
-    pieces = list(certificate._pieces(values, 8))
-    assert max(piece.numel() for piece in pieces) <= 8
-    assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), values.reshape(-1))
-    assert checksum(values.transpose(0, 2).contiguous().transpose(0, 2)) == checksum(values)
+def test_sum_is_that_of_its_definition_word_by_word() -> None:
+    values = torch.randint(-(2**31), 2**31, (37,), dtype=torch.int32)
+    weights = sums.place_weights(8).tolist()
+    factors = (sums.mix(np.arange(5, dtype=np.uint64)) | np.uint64(1)).tolist()
+    total = sum(
+        (word & 0xFFFFFFFF) * weights[place % 8] * factors[place // 8] for place, word in enumerate(values.tolist())
+    )
+    [size] = sums.mix(np.array([37 * 4 + 2**32], dtype=np.uint64)).tolist()
+    assert checksum(values) == (total + size) % 2**64
+    assert checksum(values.reshape(1, 37)) == checksum(values)
+
+
+def test_weights_within_a_tile_are_distinct_32_bit_numbers() -> None:
+    weights = sums.place_weights(1 << 14)
+    assert len(np.unique(weights)) == 1 << 14
+    assert weights.min() > 0
+    assert weights.max() < 1 << 32
+
+
+@pytest.mark.parametrize("numel", [1 << 14, (1 << 14) + 1, 3 << 14, 1_500_007])
+def test_tiles_of_their_real_size(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    values = torch.randint(-(2**31), 2**31, (numel,), dtype=torch.int32)
+    monkeypatch.undo()
+    whole = checksum(values)
+    values[-1] += 1
+    assert checksum(values) != whole
 
 
 def test_parameters_that_require_gradients_have_a_sum() -> None:

@@ -151,6 +151,29 @@ def test_any_layout_to_any_other_is_equal_byte_by_byte(
     assert sum(report.nbytes_received for report in reports) == plan.nbytes_wire
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("staging_nbytes", [64, 4096])
+def test_relays_pass_on_what_an_earlier_round_brought(contiguous: bool, staging_nbytes: int) -> None:
+    whole = tuple(Shard(spec, Box.whole(spec.shape)) for spec in MODEL)
+    plan = plan_between({0: whole, 1: (), 2: ()}, dict.fromkeys(range(3), whole), staging_nbytes)
+    assert sum(move.is_relay for moves in plan.rounds for move in moves) >= len(MODEL) - 1
+    results = move_in_threads(plan, contiguous)
+    assert all(good for _, good in results)
+    compare(plan, [report for report, _ in results])
+
+
+def test_relay_of_damaged_bytes_is_told_where_they_were_damaged() -> None:
+    whole = tuple(Shard(spec, Box.whole(spec.shape)) for spec in MODEL[:1])
+    plan = plan_between({0: whole, 1: (), 2: ()}, dict.fromkeys(range(3), whole), 4096)
+    assert [{move.dst_rank for move in moves} for moves in plan.rounds] == [{1}, {2}]
+    outcomes = run_processes(3, process_body, plan, {1: Fault("round:0:unpacked", "corrupt")})
+    with pytest.raises(CertificateError) as caught:
+        compare(plan, [outcome.value[0] for outcome in outcomes])
+    assert caught.value.count == 1
+    assert "from rank 0 to rank 1" in str(caught.value)
+    assert [outcome.value[1] for outcome in outcomes] == [True, False, False]
+
+
 def process_body(rank: int, board: Board, plan: MigrationPlan, faults: dict[int, Fault]) -> tuple[MoveReport, bool]:
     transport = join_group(rank, board, len(plan.slots))
     source, target = plan.source[rank], plan.target[rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
@@ -12,13 +13,20 @@ from typing import Any
 import pytest
 import torch
 from processes import Board, join_group, run_processes, wait_gone
+from slices import HOWS, memory
 from test_mover import MODEL, part_of, plan_between, same_bytes, tensor_parallel, views_for
 
 from ray_etc.actors import sharing
 from ray_etc.actors.certificate import compare
-from ray_etc.actors.errors import TransportError, TransportTimeout
+from ray_etc.actors.errors import CertificateError, TransportError, TransportTimeout
+from ray_etc.actors.faults import Fault, FaultInjector
 from ray_etc.actors.mover import Mover, MoveReport
+from ray_etc.actors.passes import Job, Pass
+from ray_etc.actors.pipeline import BUFFERS
+from ray_etc.actors.sums import weighted_sum
 from ray_etc.actors.transports import NcclTransport, Transport
+from ray_etc.planners.boxes import Box
+from ray_etc.planners.layout import Shard, TensorSpec
 from ray_etc.planners.plan import MigrationPlan
 
 WHY_NOT = NcclTransport.why_unavailable()
@@ -123,24 +131,117 @@ def test_broken_exchange_ends_in_time_and_leaves_the_gpu_usable(how: str) -> Non
         assert kind == TransportError.__name__
 
 
-def move_body(rank: int, board: Board, plan: MigrationPlan) -> tuple[MoveReport, bool]:
+def move_body(
+    rank: int,
+    board: Board,
+    plan: MigrationPlan,
+    direct_nbytes: int,
+    faults: dict[int, Fault],
+    kinds: dict[int, type[Mover]] | None = None,
+) -> tuple[MoveReport, bool]:
     transport = join(rank, board, len(plan.slots))
     source, target = plan.source[rank], plan.target[rank]
     sources = [view.cuda() for view in views_for(source, filled=True, contiguous=False)]
     targets = [view.cuda() for view in views_for(target, filled=False)]
-    mover = Mover(plan.for_rank(rank), transport, sources, source, targets, target, "cuda")
-    report = mover.run(60.0)
+    kind = (kinds or {}).get(rank, Mover)
+    mover = kind(plan.for_rank(rank), transport, sources, source, targets, target, "cuda", direct_nbytes)
+    mover.prepare()
+    report = mover.run(20.0, FaultInjector([faults[rank]] if rank in faults else [], targets))
     transport.destroy_group()
     return report, all(same_bytes(view.cpu(), part_of(shard)) for view, shard in zip(targets, target, strict=True))
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_tensor_parallel_moves_are_equal_byte_by_byte(old: int, new: int) -> None:
-    plan = plan_between(tensor_parallel(old, 0, MODEL), tensor_parallel(new, 1, MODEL), staging_nbytes=128)
-    outcomes = run_processes(max(old, new), move_body, plan, timeout_s=150)
+@pytest.mark.parametrize("direct_nbytes", [16, 1 << 30])
+def test_tensor_parallel_moves_are_equal_byte_by_byte(old: int, new: int, direct_nbytes: int) -> None:
+    plan = plan_between(tensor_parallel(old, 0, MODEL), tensor_parallel(new, 1, MODEL), staging_nbytes=48)
+    assert len(plan.rounds) > BUFFERS
+    outcomes = run_processes(max(old, new), move_body, plan, direct_nbytes, {}, timeout_s=150)
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     assert all(outcome.value[1] for outcome in outcomes)
     compare(plan, [outcome.value[0] for outcome in outcomes])
+
+
+def relaying(numel: int) -> MigrationPlan:
+    """Rank 0's tensors to ranks 1 and 2, who hand half of them on to each other in later rounds."""
+    specs = [TensorSpec("param", f"weight{index}", (numel // 1000, 1000), "float32", 4) for index in range(4)]
+    whole = tuple(Shard(spec, Box.whole(spec.shape)) for spec in specs)
+    return plan_between({0: whole, 1: (), 2: ()}, dict.fromkeys(range(3), whole), numel * 2)
+
+
+def test_relays_wait_for_what_they_pass_on() -> None:
+    plan = relaying(2_000_000)
+    outcomes = run_processes(3, move_body, plan, 1 << 30, {}, timeout_s=150)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert all(outcome.value[1] for outcome in outcomes)
+    compare(plan, [outcome.value[0] for outcome in outcomes])
+
+
+class DamagedInTransit(Mover):
+    """Flips a bit of what the first round received from the first peer, before it is unpacked."""
+
+    def run(self, timeout_s: float, on_event: Any = None) -> MoveReport:
+        def damage(event: str) -> None:
+            if event == "round:0:received":
+                assert self._work is not None
+                next(iter(self._work.rounds[0].receives.values()))[0][:1].bitwise_xor_(1)
+
+        return super().run(timeout_s, damage)
+
+
+def test_byte_damaged_in_transit_is_caught_and_named() -> None:
+    plan = plan_between(tensor_parallel(2, 0, MODEL), tensor_parallel(2, 1, MODEL))
+    outcomes = run_processes(2, move_body, plan, 1 << 30, {}, {1: DamagedInTransit}, timeout_s=150)
+    with pytest.raises(CertificateError) as caught:
+        compare(plan, [outcome.value[0] for outcome in outcomes])
+    assert caught.value.count == 1
+    assert "to rank 1" in str(caught.value)
+
+
+def test_byte_damaged_in_the_target_is_caught_where_it_was_not_packed() -> None:
+    plan = plan_between(tensor_parallel(2, 0, MODEL), tensor_parallel(2, 1, MODEL))
+    outcomes = run_processes(2, move_body, plan, 1, {1: Fault("round:0:unpacked", "corrupt", shard=6)}, timeout_s=150)
+    with pytest.raises(CertificateError) as caught:
+        compare(plan, [outcome.value[0] for outcome in outcomes])
+    assert caught.value.count == 1
+    assert "to rank 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("action", ["kill", "raise"])
+def test_peer_that_fails_between_two_rounds_ends_the_other_with_an_error(action: Any) -> None:
+    plan = plan_between(tensor_parallel(2, 0, MODEL), tensor_parallel(2, 1, MODEL), staging_nbytes=64)
+    assert len(plan.rounds) > 2
+    outcomes = run_processes(2, move_body, plan, 1 << 30, {1: Fault("round:1:packed", action)}, timeout_s=150)
+    assert isinstance(outcomes[0].error, TransportError)
+    if action == "kill":
+        assert outcomes[1].exit_code == -signal.SIGKILL
+    else:
+        assert "injected fault" in str(outcomes[1].error)
+
+
+def test_kernel_copies_and_sums_as_a_cpu_does() -> None:
+    torch.manual_seed(3)
+    for itemsize, how, into in itertools.product((1, 2, 4, 8), HOWS, HOWS):
+        shapes = [[3, 129, 256], [5], [1, 7, 1], [4, 2, 3, 5], [700, 9], []]
+        sources = [memory(shape, itemsize, how, True) for shape in shapes]
+        targets = [memory(shape, itemsize, into, False) for shape in shapes]
+        there = [view.cuda() if how != "gaps" else _with_gaps(view) for view in sources]
+        here = [view.cuda() if into != "gaps" else _with_gaps(view) for view in targets]
+        totals = torch.zeros(3 * len(shapes), dtype=torch.int64, device="cuda")
+        count = len(shapes)
+        Pass([Job(*ends, n, count + n) for n, ends in enumerate(zip(there, here, strict=True))], totals).run()
+        Pass([Job(None, b, arrived=n) for n, b in enumerate(here, 2 * count)], totals, share=0.1).run()
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(sources, here, strict=True))
+        expected = [weighted_sum(view) for view in sources]
+        assert totals.tolist() == expected * 3
+
+
+def _with_gaps(view: torch.Tensor) -> torch.Tensor:
+    """The same on the GPU, with as much room beside each element: `cuda()` would close the gaps."""
+    room = torch.zeros([2 * n for n in view.shape], dtype=view.dtype, device="cuda")
+    inner = room[tuple(slice(0, 2 * n, 2) for n in view.shape)]
+    inner.copy_(view)
+    return inner
 
 
 def sharing_body(rank: int, board: Board) -> Any:

@@ -130,6 +130,13 @@ def carry_out(plan: MigrationPlan) -> None:
                     message = message[move.box.numel :]
                 assert message.size == 0
         assert not on_the_wire, "a message that nobody receives"
+    for view in views:
+        for move in view.casts:
+            assert move.src_rank == move.dst_rank == view.rank
+            master, made_of = (plan.target[view.rank][shard].tensor for shard in (move.src_shard, move.dst_shard))
+            assert master.key == (made_of.derived_from, made_of.name)
+            np.testing.assert_array_equal(read(move), logical[master.key][_index(move.box, None)])
+            write(move, logical[made_of.key][_index(move.box, None)])
     for layout, arrays in zip(plan.target, made, strict=True):
         for shard, array in zip(layout, arrays, strict=True):
             np.testing.assert_array_equal(array, logical[shard.tensor.key][_index(shard.box, None)], str(shard))

@@ -34,7 +34,7 @@ RESIZES = {
     "mixtral-8x7b": ("tp=2,pp=4,dp=4,ep=8,etp=1", "tp=2,pp=4,dp=6,ep=4,etp=1", "4x8,6x8"),
     "qwen3-30b-a3b": ("pp=2,dp=8,ep=8", "pp=2,layers=25-23,dp=16,ep=8", "2x8,4x8"),
     "qwen3-235b-a22b": ("tp=4,pp=8,dp=4,ep=8,etp=1", "tp=4,pp=8,dp=6,ep=8,etp=1", "16x8,24x8"),
-    "deepseek-v3": ("pp=16,dp=16,ep=16", "pp=16,dp=24,ep=8,etp=1", "32x8,48x8"),
+    "deepseek-v3": ("pp=8,dp=8,ep=8", "pp=8,dp=16,ep=8", "8x8,16x8"),
 }
 """A resize of each model of the zoo, all axes among them."""
 
@@ -46,6 +46,7 @@ KEYS = {
     "nbytes_needed": None,
     "nbytes_moved": None,
     "nbytes_relayed": None,
+    "nbytes_cast": None,
     "nbytes_lower_bound": None,
     "placement": None,
     "nbytes_moved_if_rank_i_took_slot_i": None,

@@ -1,0 +1,162 @@
+"""Passes: copies and checksums of many slices, described before the pause so that each is one call within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_etc.actors.sums import weighted_sum
+
+WIDTHS = (16, 4, 2, 1)
+"""Bytes that the kernel loads at once; the largest that fits the memory of a job is taken."""
+MAX_UNITS = 2**31 - 2**16
+"""Units of a job are counted in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Copy `source` to `destination`; add what was read to sum number `left`, what then lies there to `arrived`.
+
+    Both are integers of one width (see `sums.as_integers`) and of equal shape, with any strides. Without a source, the
+    destination is only summed; without a destination, the source. No number, no sum.
+    """
+
+    source: torch.Tensor | None
+    destination: torch.Tensor | None
+    left: int | None = None
+    arrived: int | None = None
+
+    @property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Source and destination; one of them twice where there is no other."""
+        source = self.destination if self.source is None else self.source
+        destination = self.source if self.destination is None else self.destination
+        assert source is not None
+        assert destination is not None
+        return source, destination
+
+    @property
+    def form(self) -> tuple[bool, bool, bool]:
+        """Whether it copies, sums what leaves, and sums what arrived."""
+        return None not in (self.source, self.destination), self.left is not None, self.arrived is not None
+
+
+class Pass:
+    """Jobs that are carried out together, in no order.
+
+    Args:
+        jobs: all of one form.
+        sums: int64, one a sum of the rank, on the device of the jobs.
+        share: of the GPU's processors, for what runs beside it.
+    """
+
+    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float = 1.0) -> None:
+        self._jobs = [job for job in jobs if job.ends[0].numel()]
+        self._sums = sums
+        self._launch = _Launch(self._jobs, sums, share) if self._jobs and sums.is_cuda else None
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def run(self) -> None:
+        """On GPUs one launch on the current stream; on CPUs done when it returns."""
+        if self._launch is not None:
+            self._launch()
+            return
+        for job in self._jobs:
+            if job.source is not None and job.left is not None:
+                self._sums[job.left] += weighted_sum(job.source)
+            if job.source is not None and job.destination is not None:
+                job.destination.copy_(job.source)
+            if job.destination is not None and job.arrived is not None:
+                self._sums[job.arrived] += weighted_sum(job.destination)
+
+
+class _Launch:
+    """The kernel with its tables on the GPU; compiled and loaded when this is made."""
+
+    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float) -> None:
+        from ray_etc.actors.kernels.tiles import (
+            WARPS,
+            copy_and_sum,
+        )  # needs triton, which only comes with torch for GPUs
+
+        device = sums.device
+        table, dims = job_table(jobs)
+        chunks = chunk_table(table)
+        self._arguments: tuple[Any, ...] = (
+            torch.from_numpy(table).to(device),
+            torch.from_numpy(chunks).to(device),
+            len(chunks),
+            sums,
+        )
+        [form] = {job.form for job in jobs}
+        self._constants = {
+            "DIMS": dims,
+            **dict(zip(("COPY", "LEFT", "ARRIVED"), form, strict=True)),
+            "num_warps": WARPS,
+        }
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel = copy_and_sum[(min(len(chunks), max(1, round(share * processors))),)]
+        self._kernel(*self._arguments[:2], 0, self._arguments[3], **self._constants)
+
+    def __call__(self) -> None:
+        self._kernel(*self._arguments, **self._constants)
+
+
+def job_table(jobs: Sequence[Job]) -> tuple[np.ndarray, int]:
+    """The rows that the kernel reads (see kernels/tiles.py), int64, and how many dims each has.
+
+    Raises:
+        ValueError: a slice has more units than 32 bits count.
+    """
+    described = [_describe(job) for job in jobs]
+    dims = max(len(sizes) for _, sizes, _, _ in described)
+    rows = []
+    for job, (width, sizes, source_strides, destination_strides) in zip(jobs, described, strict=True):
+        source, destination = job.ends
+        units = source.nbytes // width
+        if units > MAX_UNITS:
+            raise ValueError(f"a slice of {tuple(source.shape)} is {units} pieces of {width} bytes, over {MAX_UNITS}")
+        fill = dims - len(sizes)
+        rows.append(
+            [
+                *(source.data_ptr(), destination.data_ptr(), units, width, job.left or 0, job.arrived or 0),
+                *(*sizes, *[1] * fill, *source_strides, *[0] * fill, *destination_strides, *[0] * fill),
+            ]
+        )
+    return np.array(rows, dtype=np.int64), dims
+
+
+def chunk_table(table: np.ndarray) -> np.ndarray:
+    """Pairs of int32, (row of the table, first tile), that cut all jobs into work of about equal size."""
+    from ray_etc.actors.kernels.tiles import CHUNK_TILES, TILE_NBYTES
+
+    counts = -(-table[:, 2] * table[:, 3] // (TILE_NBYTES * CHUNK_TILES))
+    rows = np.repeat(np.arange(len(table)), counts)
+    firsts = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK_TILES
+    return np.stack([rows, firsts], axis=1).astype(np.int32)
+
+
+def _describe(job: Job) -> tuple[int, list[int], list[int], list[int]]:
+    """(width, sizes in units, source strides, destination strides in bytes), innermost first, of as few dims as do."""
+    source, destination = job.ends
+    itemsize = source.element_size()
+    # The bytes of an element are the innermost dim, which the next one joins where elements lie side by side.
+    sizes, ours, theirs = [itemsize], [1], [1]
+    for size, a, b in zip(source.shape[::-1], source.stride()[::-1], destination.stride()[::-1], strict=True):
+        if size == 1:
+            continue
+        if a * itemsize == sizes[-1] * ours[-1] and b * itemsize == sizes[-1] * theirs[-1]:
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+            ours.append(a * itemsize)
+            theirs.append(b * itemsize)
+    steps = (source.data_ptr(), destination.data_ptr(), sizes[0], *ours[1:], *theirs[1:])
+    width = next(width for width in WIDTHS if not any(step % width for step in steps))
+    return width, [sizes[0] // width, *sizes[1:]], [width, *ours[1:]], [width, *theirs[1:]]

@@ -1,0 +1,272 @@
+"""What `benchmarks.handover` does with the processes of a case, and the figures that it makes of their reports."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+
+from benchmarks.handover_ranks import MIB, Rank
+from benchmarks.processes import Process, call_all, each_its_own
+from ray_etc.actors.certificate import compare
+from ray_etc.actors.pipeline import BUFFERS
+from ray_etc.actors.work import aligned
+from ray_etc.planners.expected import expected_layouts
+from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.migrate import make_plan
+from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.zoo import ModelShape
+
+RESERVED_NBYTES = 3 * 2**30
+"""Of a GPU's memory: two CUDA contexts, a communicator, and what checking the bytes takes."""
+ALONE_S = 3.0
+"""How long the old generation trains alone before the new one starts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A resize of `model`, whose optimizer is Megatron's distributed one or not."""
+
+    name: str
+    model: ModelShape
+    source: ParallelConfig
+    target: ParallelConfig
+    trains: bool = False
+
+    def layouts(self) -> tuple[list[RankLayout], list[RankLayout]]:
+        source, target = (
+            expected_layouts(self.model.tensors(side.pipeline_parallel), side) for side in (self.source, self.target)
+        )
+        return source, target
+
+
+def best_plan(case: Case, staging_nbytes: int) -> MigrationPlan:
+    """The plan under the placement of new ranks on slots that moves least."""
+    source, target = case.layouts()
+    slots = range(max(len(source), len(target)))
+    nodes = dict.fromkeys(slots, "node")
+    plans = [
+        make_plan(dict(enumerate(source)), dict(zip(order, target, strict=True)), nodes, staging_nbytes=staging_nbytes)
+        for order in permutations(slots, len(target))
+    ]
+    return min(plans, key=lambda plan: plan.nbytes_wire)
+
+
+class Generations:
+    """Both generations of a case: the old one with its state, the new one from `start_new` on."""
+
+    def __init__(self, case: Case, plan: MigrationPlan, use_cpu: bool, direct_nbytes: int) -> None:
+        self.case, self.plan, self.use_cpu, self.direct_nbytes = case, plan, use_cpu, direct_nbytes
+        self.old = self._start([slot for slot, layout in enumerate(plan.source) if layout])
+        self.new: dict[int, Process] = {}
+        held = each_its_own(list(self.old.values()), "hold", [(plan.source[slot], True) for slot in self.old])
+        self.shared = dict(zip(self.old, held, strict=True))
+
+    def _start(self, slots: Sequence[int]) -> dict[int, Process]:
+        started = {slot: start_rank(slot, self.use_cpu) for slot in slots}
+        call_all(list(started.values()), "ready")
+        return started
+
+    @property
+    def members(self) -> list[Process]:
+        """One process a slot: the new one where there is one."""
+        return [self.new.get(slot) or self.old[slot] for slot in range(len(self.plan.slots))]
+
+    def start_new(self) -> int:
+        """Everything that can be done before the pause; the bytes of staging of the rank with most."""
+        plan = self.plan
+        self.new = self._start([slot for slot, layout in enumerate(plan.target) if layout])
+        each_its_own(list(self.new.values()), "hold", [(plan.target[slot], False) for slot in self.new])
+        members, group = self.members, f"handover-{time.monotonic_ns()}"
+        opened = each_its_own(members, "open", [(group, rank, len(members)) for rank in range(len(members))])
+        call_all(members, "connect", opened[0])
+        return max(
+            each_its_own(
+                members,
+                "prepare",
+                [
+                    (
+                        *(plan.for_rank(slot), plan.source[slot]),
+                        *(self.shared.get(slot) if slot in self.new else None, slot in self.new, self.direct_nbytes),
+                    )
+                    for slot in range(len(members))
+                ],
+            )
+        )
+
+    def move(self) -> dict[str, Any]:
+        """Move, and compare both ends' checksums; seconds, and what each rank reports."""
+        start = time.monotonic()
+        reports = call_all(self.members, "move")
+        compared = time.monotonic()
+        compare(self.plan, reports)
+        end = time.monotonic()
+        return {"handover_s": end - start, "compare_s": end - compared, "reports": reports}
+
+    def end(self) -> None:
+        for process in (*self.new.values(), *self.old.values()):
+            process.end()
+
+
+def run_case(case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes: int, direct_nbytes: int) -> Any:
+    started = time.monotonic()
+    plan = best_plan(case, staging_nbytes)
+    plan.check()
+    if not use_cpu:
+        gpus = torch.cuda.device_count()
+        if gpus < len(plan.slots) and not plan.rounds:
+            plan = first_slots(plan, gpus)
+        peaks, room = predicted_peaks(plan), torch.cuda.get_device_properties(0).total_memory
+        needed = max(sum(peaks[gpu::gpus]) for gpu in range(min(gpus, len(peaks)))) + RESERVED_NBYTES
+        if needed > room:
+            return {"case": case.name, "refused": f"needs {needed} bytes of a GPU's {room}", "is_right": True}
+    generations = Generations(case, plan, use_cpu, direct_nbytes)
+    try:
+        result = measure(case, plan, generations, rates)
+    finally:
+        generations.end()
+    result["case_s"] = time.monotonic() - started
+    return result
+
+
+def measure(case: Case, plan: MigrationPlan, generations: Generations, rates: dict[str, float]) -> dict[str, Any]:
+    old = list(generations.old.values())
+    result: dict[str, Any] = {"case": case.name, "source": str(case.source), "target": str(case.target)}
+    if case.trains:
+        call_all(old, "train")
+        time.sleep(ALONE_S)
+    shadow_began = time.monotonic()
+    staging_nbytes = generations.start_new()
+    new = list(generations.new.values())
+    if case.trains:
+        ended_at = max(call_all(old, "pause"))
+        runs = [generations.move()]
+        result["pause_s"] = max(call_all(new, "begin")) - ended_at
+        result |= shadow(call_all(old, "step_times"), shadow_began)
+        call_all(new, "pause")
+    else:
+        runs = [generations.move()]
+    peaks = dict.fromkeys(range(len(plan.slots)), 0)
+    for slot in peaks:
+        owners = [side[slot] for side in (generations.old, generations.new) if slot in side]
+        peaks[slot] = sum(call_all(owners, "peak_nbytes"))
+    right = call_all(new, "is_right")
+    for _ in range(3):
+        call_all(new, "spoil")
+        runs.append(generations.move())
+    right += call_all(new, "is_right")
+    alone_s = each_its_own(new, "copy_local", [(plan.for_rank(slot), plan.source[slot]) for slot in generations.new])
+    call_all(generations.members, "close")
+    result |= {
+        "is_right": all(right),
+        "rounds": len(plan.rounds),
+        "moves": sum(map(len, plan.rounds)) + len(plan.local),
+    }
+    result |= figures(plan, runs, rates, alone_s)
+    result |= {
+        "staging_bytes": staging_nbytes,
+        "peak_bytes": max(peaks.values()),
+        "peak_bytes_predicted": max(predicted_peaks(plan)),
+    }
+    return result
+
+
+def figures(
+    plan: MigrationPlan, runs: Sequence[dict[str, Any]], rates: dict[str, float], alone_s: Sequence[float]
+) -> dict[str, Any]:
+    """Of the run whose handover took the median time; `handover_s` of the first is what a resize would see."""
+    first, typical = runs[0], sorted(runs, key=lambda run: run["handover_s"])[len(runs) // 2]
+    reports = typical["reports"]
+    wire_s, local_s, certify_s = (
+        max(getattr(each, f"{part}_s") for each in reports) for part in ("wire", "local", "certify")
+    )
+    way = max(max(each.nbytes_sent, each.nbytes_received) for each in reports)
+    local = max(each.nbytes_local for each in reports)
+    bound = plan.nbytes_lower_bound
+    on_gpus_s = max(max(each.wire_s, each.local_s) + each.certify_s for each in reports)
+    return {
+        "nbytes_wire": plan.nbytes_wire,
+        "nbytes_wire_lower_bound": bound,
+        "nbytes_one_way": way,
+        "nbytes_local": local,
+        "moved_over_lower_bound": plan.nbytes_wire / bound if bound else 1.0 if not plan.nbytes_wire else None,
+        "handover_s": statistics.median(run["handover_s"] for run in runs),
+        "handover_first_s": first["handover_s"],
+        "handover_runs_s": [run["handover_s"] for run in runs],
+        "handover_on_gpus_s": on_gpus_s,
+        "floor_s": max(way / rates["line_bytes_per_s"], local / rates["copy_bytes_per_s"]),
+        "wire_s": wire_s,
+        "local_s": local_s,
+        "certify_s": certify_s,
+        "compare_s": typical["compare_s"],
+        "certify_over_handover": (certify_s + typical["compare_s"]) / typical["handover_s"],
+        "wire_bytes_per_s": way / wire_s if plan.rounds else None,
+        "wire_over_line_rate": way / wire_s / rates["line_bytes_per_s"] if plan.rounds else None,
+        "local_over_copy_rate": local / max(alone_s) / rates["copy_bytes_per_s"] if local else None,
+        "local_beside_wire_over_copy_rate": local / local_s / rates["copy_bytes_per_s"] if local else None,
+    }
+
+
+def shadow(step_times: Sequence[Sequence[tuple[float, float]]], began: float) -> dict[str, float]:
+    """Step time of the old generation alone, and while the new one starts beside it."""
+    alone = [seconds for steps in step_times for end, seconds in steps[1:] if end < began]
+    beside = [seconds for steps in step_times for end, seconds in steps if end - seconds > began]
+    return {
+        "step_alone_s": statistics.mean(alone),
+        "step_beside_shadow_s": statistics.mean(beside),
+        "step_beside_shadow_max_s": max(beside),
+        "shadow_slowdown": statistics.mean(beside) / statistics.mean(alone) - 1.0,
+    }
+
+
+def first_slots(plan: MigrationPlan, count: int) -> MigrationPlan:
+    """The part of a plan without messages that the first slots carry out, each on its own."""
+    ranks = range(count)
+    return make_plan(
+        {plan.slots[rank]: plan.source[rank] for rank in ranks},
+        {plan.slots[rank]: plan.target[rank] for rank in ranks},
+        {plan.slots[rank]: plan.nodes[rank] for rank in ranks},
+        staging_nbytes=plan.staging_nbytes,
+    )
+
+
+def predicted_peaks(plan: MigrationPlan) -> list[int]:
+    """Of each slot: the old state, the new one, and the staging buffers, from the plan alone."""
+    peaks = []
+    for rank in range(len(plan.slots)):
+        state = sum(shard.nbytes for layouts in (plan.source, plan.target) for shard in layouts[rank])
+        rounds = plan.for_rank(rank).rounds
+        for sides in ([each.sends for each in rounds], [each.receives for each in rounds]):
+            sizes = [sum(aligned(move.nbytes) for moves in side.values() for move in moves) for side in sides]
+            state += sum(max(sizes[first::BUFFERS], default=0) for first in range(BUFFERS))
+        peaks.append(state)
+    return peaks
+
+
+def start_rank(slot: int, use_cpu: bool, slots: int = 2) -> Process:
+    """On the GPU of its slot; where slots share a GPU, as if on a host of its own."""
+    gpus = torch.cuda.device_count()
+    environment = {"NCCL_SOCKET_IFNAME": "lo", **({"NCCL_HOSTID": f"slot{slot}"} if gpus < slots else {})}
+    return Process(Rank, None if use_cpu else slot % gpus, environment=environment)
+
+
+def measure_rates(use_cpu: bool) -> dict[str, float]:
+    """The line rate both ways at once and the copy rate, by processes that hold nothing else."""
+    nbytes = (4 if use_cpu else 4096 if torch.cuda.device_count() > 1 else 256) * MIB
+    ranks = [start_rank(slot, use_cpu) for slot in range(2)]
+    try:
+        opened = each_its_own(ranks, "open", [("rates", rank, 2) for rank in range(2)])
+        call_all(ranks, "connect", opened[0])
+        line = min(each_its_own(ranks, "line_rate", [(nbytes, 1 - rank) for rank in range(2)]))
+        copy = min([*call_all(ranks[:1], "copy_rate", (4 if use_cpu else 8192) * MIB)])
+        call_all(ranks, "close")
+    finally:
+        for rank in ranks:
+            rank.end()
+    return {"line_bytes_per_s": line, "copy_bytes_per_s": copy}
