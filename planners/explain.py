@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +10,8 @@ import numpy as np
 from ray_etc.planners.facts import PlanFacts, facts_of
 from ray_etc.planners.links import Links
 from ray_etc.planners.moves import LOCAL
+from ray_etc.planners.picture import picture
+from ray_etc.planners.words import count, rows_of, size, table
 
 if TYPE_CHECKING:
     from ray_etc.planners.plan import MigrationPlan
@@ -25,7 +26,7 @@ def explain(plan: MigrationPlan, links: Links | None = None, deadline_s: float |
     `links` are the speeds that times are predicted from; `deadline_s` is the notice that endangered slots have.
     """
     facts = facts_of(plan, links)
-    sections = ["\n".join(f"{name:<18}{text}" for name, text in summary(plan, facts, deadline_s)), link_table(facts)]
+    sections = [rows_of(summary(plan, facts, deadline_s)), link_table(facts)]
     if facts.nbytes_moved:
         by_nodes = sorted(_by_nodes(plan, facts), key=lambda row: -row[2])
         shown = [(f"{src} -> {dst}", size(nbytes)) for src, dst, nbytes in sorted(by_nodes[:NODE_PAIRS])]
@@ -38,13 +39,14 @@ def explain(plan: MigrationPlan, links: Links | None = None, deadline_s: float |
 
 
 def explain_html(plan: MigrationPlan) -> str:
-    """The summary as a small table for a notebook."""
+    """The summary as a small table for a notebook, and the picture of what crosses the wire."""
     left = "style='text-align:left'"
+    facts = facts_of(plan)
     rows = "".join(
         f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(text)}</td></tr>"
-        for name, text in summary(plan, facts_of(plan))
+        for name, text in summary(plan, facts)
     )
-    return f"<table>{rows}</table>"
+    return f"<table>{rows}</table>{picture(plan, facts)}"
 
 
 def summary(plan: MigrationPlan, facts: PlanFacts, deadline_s: float | None = None) -> list[tuple[str, str]]:
@@ -53,8 +55,8 @@ def summary(plan: MigrationPlan, facts: PlanFacts, deadline_s: float | None = No
     nodes = len(facts.node_names)
     local = facts.links["same slot"]
     rows = [
-        ("migration", f"{before} -> {after} ranks, {_count(len(plan.slots), 'slot')} on {_count(nodes, 'node')}"),
-        ("stays in its slot", f"{size(local.nbytes)} in {_count(local.slices, 'move')}"),
+        ("migration", f"{before} -> {after} ranks, {count(len(plan.slots), 'slot')} on {count(nodes, 'node')}"),
+        ("stays in its slot", f"{size(local.nbytes)} in {count(local.slices, 'move')}"),
         ("on the wire", f"{size(facts.nbytes_moved)}, {_against_bound(facts)}"),
         ("placement", placement_in_words(facts)),
     ]
@@ -67,6 +69,11 @@ def summary(plan: MigrationPlan, facts: PlanFacts, deadline_s: float | None = No
             ("rounds", f"{facts.rounds} of at most {size(plan.staging_nbytes)} sent and received by a rank"),
             ("busiest sender", _busiest(plan, facts.sent)),
             ("busiest receiver", _busiest(plan, facts.received)),
+        ]
+    if facts.links["other node"].nbytes:
+        rows += [
+            ("busiest node out", _busiest_node(facts, facts.node_sent)),
+            ("busiest node in", _busiest_node(facts, facts.node_received)),
         ]
     seconds, memory = facts.seconds, facts.memory
     rows += [
@@ -82,7 +89,7 @@ def summary(plan: MigrationPlan, facts: PlanFacts, deadline_s: float | None = No
         ),
     ]
     if deadline_s is not None:
-        rows.append(("deadline", _deadline_in_words(facts, deadline_s)))
+        rows.append(("deadline", _deadline_in_words(plan, facts, deadline_s)))
     return rows
 
 
@@ -93,9 +100,12 @@ def placement_in_words(facts: PlanFacts) -> str:
     return f"not proven optimal: the best moves at most {size(facts.nbytes_missed)} less"
 
 
-def _deadline_in_words(facts: PlanFacts, deadline_s: float) -> str:
+def _deadline_in_words(plan: MigrationPlan, facts: PlanFacts, deadline_s: float) -> str:
+    """Whether the notice of `deadline_s` seconds is enough for the whole plan, or for what only leaving slots hold."""
     if facts.seconds.total <= deadline_s:
         return f"all of it fits into the {deadline_s:g} s of notice"
+    if not plan.endangered:
+        return f"too short: all of it takes {facts.seconds.total:.3g} s of {deadline_s:g} s; no slot leaves"
     if facts.saved_s <= deadline_s:
         return f"what only leaving slots hold is out after {facts.saved_s:.3g} s of {deadline_s:g} s; not all fits"
     return f"too short: what only leaving slots hold takes {facts.saved_s:.3g} s of {deadline_s:g} s"
@@ -112,20 +122,6 @@ def link_table(facts: PlanFacts) -> str:
     return table(("link", "bytes", "slices", "mean", "messages", "mean"), rows)
 
 
-def size(nbytes: int) -> str:
-    """Bytes for people, in powers of 1024."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
-
-
 def _against_bound(facts: PlanFacts) -> str:
     if not facts.nbytes_missed:
         return "the least possible"
@@ -136,6 +132,11 @@ def _against_bound(facts: PlanFacts) -> str:
 def _busiest(plan: MigrationPlan, nbytes: np.ndarray) -> str:
     rank = int(nbytes.argmax())
     return f"slot {plan.slots[rank]} on {plan.nodes[rank]}, {size(int(nbytes[rank]))}"
+
+
+def _busiest_node(facts: PlanFacts, nbytes: np.ndarray) -> str:
+    node = int(nbytes.argmax())
+    return f"{facts.node_names[node]}, {size(int(nbytes[node]))}"
 
 
 def _by_nodes(plan: MigrationPlan, facts: PlanFacts) -> list[tuple[str, str, int]]:
@@ -163,16 +164,3 @@ def _by_kind(plan: MigrationPlan) -> list[tuple[str, str, str]]:
         nbytes = numel * itemsize[plan.moves.bundle]
         rows.append((kind, size(int(nbytes[is_local].sum())), size(int(nbytes[is_wire].sum()))))
     return rows
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text columns: the first to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = []
-    for row in (header, *rows):
-        cells = [
-            text.ljust(width) if column == 0 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells))
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -38,6 +38,8 @@ class Links:
             value = getattr(self, each.name)
             if each.name.endswith("_per_s") and not value > 0:
                 raise ValueError(f"{each.name}={value!r} must be above 0 bytes per second")
+            if each.name in ("message_s", "direct_nbytes") and not value >= 0:
+                raise ValueError(f"{each.name}={value!r} must be at least 0")
 
     @classmethod
     def load(cls, path: Path) -> Links:

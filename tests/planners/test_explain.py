@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import pytest
 from small_models import config, layouts_on, nodes_of, small_model
 
-from ray_etc.planners.explain import size
+from ray_etc.planners.facts import facts_of
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.words import size
 
 MODEL = small_model()
 
@@ -39,10 +44,32 @@ def test_nothing_moves_in_words() -> None:
     assert "busiest" not in text
 
 
-def test_notebooks_get_a_table_with_names_escaped() -> None:
+def test_notebooks_get_a_table_with_names_escaped_and_a_picture() -> None:
     html = plan_for(2, 4)._repr_html_()
     assert html.startswith("<table>")
     assert "2 -&gt; 4 ranks" in html
+    assert html.endswith("</svg>")
+    assert plan_for(2, 2)._repr_html_().endswith("</table>")
+
+
+@pytest.mark.parametrize(
+    ("before", "endangered", "deadline_s", "words"),
+    [
+        (4, (2, 3), 10, "all of it fits into the 10 s of notice"),
+        (4, (2, 3), 1e-9, "too short: what only leaving slots hold takes .* s of 1e-09 s"),
+        (2, (), 1e-9, "too short: all of it takes .* s of 1e-09 s; no slot leaves"),
+    ],
+)
+def test_deadlines_in_words(before: int, endangered: tuple[int, ...], deadline_s: float, words: str) -> None:
+    plan = replace(plan_for(before, 6 - before), endangered=endangered)
+    assert re.search(rf"^deadline +{words}$", plan.explain(deadline_s=deadline_s), re.MULTILINE)
+
+
+def test_what_only_leaving_slots_hold_may_be_out_in_time() -> None:
+    plan = replace(plan_for(2, 4), endangered=(1,))
+    facts = facts_of(plan)
+    notice_s = (facts.saved_s + facts.seconds.total) / 2
+    assert "is out after" in plan.explain(deadline_s=notice_s)
 
 
 def test_sizes() -> None:
