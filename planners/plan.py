@@ -130,7 +130,7 @@ class MigrationPlan:
         return tuple(tuple(self._each(np.flatnonzero(self.moves.round == r))) for r in range(self.round_count))
 
     def message_sizes(self) -> dict[tuple[int, int, int], int]:
-        """How many moves each pair has in each round, by (round, source, destination); local ones are in round LOCAL."""
+        """How many moves each pair has in each round, by (round, source, destination); local in LOCAL."""
         src, dst = self.ends
         rows = np.flatnonzero(self.moves.round >= LOCAL)
         columns = np.column_stack([self.moves.round[rows], src[rows], dst[rows]])
