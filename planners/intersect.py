@@ -50,21 +50,21 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def join(first: BoxArray, second: BoxArray) -> tuple[np.ndarray, np.ndarray, BoxArray]:
     """Every pair of boxes of one group that share an element: both positions (int64 [pairs]), and what they share.
 
-    A sweep along dim 0 finds the candidates, so the work is near-linear where boxes lie side by side along it. Pairs
-    are in the order of `first`.
+    A sweep in row-major order finds the candidates, so the work is near-linear where boxes lie one after the other in
+    it. Pairs are in the order of `first`.
     """
     if not len(first) or not len(second):
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing, first[nothing]
-    span = 1 + max(int((boxes.offsets[:, 0] + boxes.lengths[:, 0]).max()) for boxes in (first, second))
-    start = second.group * span + second.offsets[:, 0]
+    spans = np.maximum(*((boxes.offsets + boxes.lengths).max(axis=0) for boxes in (first, second)))
+    wanted, wanted_last = _in_row_major_order(first, spans)
+    start, last = _in_row_major_order(second, spans)
     order = np.argsort(start, kind="stable")
     start = start[order]
-    # Stops of sorted boxes need not rise; the highest so far tells where a box that reaches far enough may begin.
-    reach = np.maximum.accumulate(start + second.lengths[order, 0])
-    wanted = first.group * span + first.offsets[:, 0]
-    low = np.searchsorted(reach, wanted, side="right")
-    counts = np.maximum(np.searchsorted(start, wanted + first.lengths[:, 0], side="left") - low, 0)
+    # Ends of sorted boxes need not rise; the highest so far tells where a box that reaches far enough may begin.
+    reach = np.maximum.accumulate(last[order])
+    low = np.searchsorted(reach, wanted, side="left")
+    counts = np.maximum(np.searchsorted(start, wanted_last, side="right") - low, 0)
     found = []
     for part in _portions(counts):
         owner, place = ranges(low[part], counts[part])
@@ -76,6 +76,22 @@ def join(first: BoxArray, second: BoxArray) -> tuple[np.ndarray, np.ndarray, Box
         found.append((a, b, offsets, stops - offsets))
     a, b, offsets, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
     return a, b, BoxArray(first.group[a], offsets, lengths)
+
+
+def _in_row_major_order(boxes: BoxArray, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the first and the last element of each box is, group by group in tensors of `spans`: int64 each.
+
+    Boxes that share an element overlap there too. Dims are left out from the last on where 64 bits would not do.
+    """
+    first, last = boxes.group, boxes.group
+    room = 2**62 // (1 + int(boxes.group.max(initial=0)))
+    for dim, span in enumerate(spans.tolist()):
+        room //= span
+        if not room:
+            break
+        first = first * span + boxes.offsets[:, dim]
+        last = last * span + boxes.offsets[:, dim] + boxes.lengths[:, dim] - 1
+    return first, last
 
 
 def _portions(counts: np.ndarray) -> list[slice]:
