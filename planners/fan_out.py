@@ -221,7 +221,11 @@ def chosen_hops(ways: Ways, share_of_option: np.ndarray) -> Hops:
     low, high = start[owner] + before * width, start[owner] + (before + share_of_option) * width
     taken = share_of_option > 0
     owner, src, low, high = owner[taken], src[taken], low[taken], high[taken]
-    high[np.append(owner[1:] != owner[:-1], True) if len(owner) else []] = stop[np.unique(owner)]
+    is_last = np.append(owner[1:] != owner[:-1], True)[: len(owner)]
+    high[is_last] = stop[owner[is_last]]
+    # Sums of shares are rounded: a share that began a hair off the end of the one before could leave out a unit.
+    low[1:] = np.where(is_last[:-1], start[owner[1:]], high[:-1])
+    low[:1] = start[owner[:1]]
     segment = np.arange(len(owner))
     edges = np.searchsorted(owner, np.arange(len(counts) + 1))
     hops = np.array(ways.hops, dtype=np.int64).reshape(-1, 4)

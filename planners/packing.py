@@ -89,8 +89,9 @@ def _choose(worth: Worth, rooms: np.ndarray, groups: int) -> tuple[np.ndarray, i
     supply = np.bincount(worth.type_of_group, minlength=kinds)
     scale = float(max(1, worth.of_types.max(), gains.max()))
     # Variables: the flows, how many nodes of each type are used, and whether each node is.
-    flow, node = np.arange(kinds * places), np.arange(len(rooms))
-    kind, place = flow // places, flow % places
+    # Flows worth nothing are left out: experts make thousands of types, each at home in a few places.
+    kind, place = np.nonzero(worth.of_types) if worth.of_types.any() else np.zeros((2, 1), dtype=np.int64)
+    flow, node = np.arange(len(kind)), np.arange(len(rooms))
     ones = np.ones(len(flow))
     room = np.zeros(places, dtype=np.int64)
     np.maximum.at(room, worth.type_of_node, rooms)
@@ -98,7 +99,8 @@ def _choose(worth: Worth, rooms: np.ndarray, groups: int) -> tuple[np.ndarray, i
     taken = coo_array((ones, (place, flow)), shape=(places, len(flow)))
     offered = coo_array((-rooms.astype(float), (worth.type_of_node, node)), shape=(places, len(rooms)))
     # A node takes no more of a type than there are: what makes half a node half as useful to the relaxation.
-    at_most = coo_array((-np.minimum(supply[kind], room[place]).astype(float), (flow, place)))
+    most_there = -np.minimum(supply[kind], room[place]).astype(float)
+    at_most = coo_array((most_there, (flow, place)), shape=(len(flow), places))
     limits = csr_array(
         block_array(
             [
@@ -120,7 +122,7 @@ def _choose(worth: Worth, rooms: np.ndarray, groups: int) -> tuple[np.ndarray, i
         )
     )
     exactly = np.concatenate([np.zeros(places), [needed]])
-    cost = -np.concatenate([worth.of_types.ravel(), np.zeros(places), gains]) / scale
+    cost = -np.concatenate([worth.of_types[kind, place], np.zeros(places), gains]) / scale
     most = np.repeat([np.inf, 1.0], [len(flow) + places, len(rooms)])
     relaxed = linprog(cost, limits, above, equal, exactly, np.column_stack([np.zeros(len(most)), most]))
     price = np.maximum(np.rint(-relaxed.ineqlin.marginals[:kinds] * scale).astype(np.int64), 0)

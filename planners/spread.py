@@ -20,6 +20,9 @@ from ray_etc.planners.transport import transport
 
 TYPE_PAIRS = 4096
 """Up to so many pairs of a type of groups and a type of nodes are valued all."""
+REPLICA_PAIRS = 2**17
+"""The same where nodes are at least two of a type: 16 stages of 64 expert-parallel ranks on nodes of 8. Priced one by
+one, nodes that hold the same would all seem worth having for the same few ranks."""
 PRICE_ROUNDS = 8
 DENSE_PAIRS = 2**22
 """Where prices do not prove the result, up to so many pairs of a group and a seat are solved as a dense matrix."""
@@ -60,8 +63,12 @@ def worth_of(overlap: Overlap, groups: np.ndarray, nodes: np.ndarray) -> Worth:
     type_of_group, type_of_node = np.zeros(len(groups), dtype=np.int64), np.zeros(len(nodes), dtype=np.int64)
     for part in sorted(overlap.parts, key=lambda part: part.nbytes.shape[0] * part.nbytes.shape[1]):
         wanted = _types(np.column_stack([type_of_group, part.class_of_rank[groups]]))
-        held = _types(np.column_stack([type_of_node, np.where(nodes < 0, -1, part.class_of_slot[nodes])]))
-        if (wanted.max(initial=0) + 1) * (held.max(initial=0) + 1) <= TYPE_PAIRS:
+        class_of_slot = np.where(nodes < 0, -1, part.class_of_slot[nodes])
+        held = _types(np.column_stack([type_of_node, class_of_slot]))
+        held_types = int(held.max(initial=0)) + 1
+        are_replicas = 2 * held_types <= np.count_nonzero((class_of_slot >= 0).any(axis=1))
+        most = REPLICA_PAIRS if are_replicas else TYPE_PAIRS
+        if (wanted.max(initial=0) + 1) * held_types <= most:
             type_of_group, type_of_node = wanted, held
             common.append(part)
         else:

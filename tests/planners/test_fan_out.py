@@ -9,6 +9,7 @@ import pytest
 
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.facts import facts_of
+from ray_etc.planners.fan_out import Ways, chosen_hops
 from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
 from ray_etc.planners.links import Links
 from ray_etc.planners.migrate import make_plan
@@ -97,3 +98,20 @@ def test_two_nodes_of_8_from_8_ranks_that_share_out_the_state() -> None:
     plan.check()
     assert not plan.moves.is_relay.any()
     assert set(facts_of(plan).sent[:8].tolist()) == {shards[0].nbytes}
+
+
+def test_shares_of_a_stream_meet_exactly() -> None:
+    """Ends are rounded to whole units, so a hair between two of them could lose or repeat one."""
+    random = np.random.default_rng(7)
+    ways = Ways()
+    for number in range(2000):
+        ways.add(number, float(number), number + 1.0, 0, np.arange(1, 6))
+    shares = np.where(random.random((2000, 5)) < 0.4, 0.0, random.random((2000, 5)))
+    shares[:, 3] += 0.1
+    hops = chosen_hops(ways, (shares / shares.sum(axis=1, keepdims=True)).ravel())
+    for number in range(2000):
+        mine = hops.stream == number
+        edges = np.append(hops.start[mine], hops.stop[mine][-1])
+        assert edges[0] == number
+        assert edges[-1] == number + 1
+        assert np.array_equal(edges[1:], hops.stop[mine])

@@ -94,6 +94,17 @@ def test_resizes_of_70b_are_proven_optimal_and_give_nodes_back(
     assert overlap.blocks(np.arange(overlap.rank_count)[:, None], at).sum() == found.nbytes_kept
 
 
+@pytest.mark.parametrize(
+    ("pp", "dp", "fewer", "idle"), [(8, 256, 192, 64), pytest.param(16, 128, 64, 128, marks=pytest.mark.slow)]
+)
+def test_replicas_of_experts_give_up_whole_nodes(pp: int, dp: int, fewer: int, idle: int) -> None:
+    """Single ranks of thousands of types: of each eight ranks' experts, as many nodes stay as there are new ranks."""
+    old, new = (ParallelConfig(pipeline_parallel=pp, data_parallel=n, expert_parallel=64) for n in (dp, fewer))
+    found, _ = resize("deepseek-v3", old, new, old.world_size)
+    assert found.nbytes_kept > 0.9999 * found.nbytes_kept_bound
+    assert len(found.idle_nodes) == idle
+
+
 def test_what_may_be_missed_is_said() -> None:
     """Several groups a node that get in each other's way: within 0.2% of a bound over all placements."""
     found, _ = resize("llama3-70b", ParallelConfig(4, 4, 32), ParallelConfig(4, 5, 25), 512)
