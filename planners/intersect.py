@@ -56,7 +56,7 @@ def join(first: BoxArray, second: BoxArray) -> tuple[np.ndarray, np.ndarray, Box
     if not len(first) or not len(second):
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing, first[nothing]
-    spans = np.maximum(*((boxes.offsets + boxes.lengths).max(axis=0) for boxes in (first, second)))
+    spans = _spans_in_64_bits(first, second)
     wanted, wanted_last = _in_row_major_order(first, spans)
     start, last = _in_row_major_order(second, spans)
     order = np.argsort(start, kind="stable")
@@ -78,20 +78,29 @@ def join(first: BoxArray, second: BoxArray) -> tuple[np.ndarray, np.ndarray, Box
     return a, b, BoxArray(first.group[a], offsets, lengths)
 
 
-def _in_row_major_order(boxes: BoxArray, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _in_row_major_order(boxes: BoxArray, spans: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Where the first and the last element of each box is, group by group in tensors of `spans`: int64 each.
 
-    Boxes that share an element overlap there too. Dims are left out from the last on where 64 bits would not do.
+    Boxes that share an element overlap there too.
     """
     first, last = boxes.group, boxes.group
-    room = 2**62 // (1 + int(boxes.group.max(initial=0)))
-    for dim, span in enumerate(spans.tolist()):
-        room //= span
-        if not room:
-            break
+    for dim, span in enumerate(spans):
         first = first * span + boxes.offsets[:, dim]
         last = last * span + boxes.offsets[:, dim] + boxes.lengths[:, dim] - 1
     return first, last
+
+
+def _spans_in_64_bits(*sides: BoxArray) -> list[int]:
+    """The extent of all boxes along each dim, without the last ones where an element's number would not fit."""
+    largest = np.max([(boxes.offsets + boxes.lengths).max(axis=0) for boxes in sides], axis=0).tolist()
+    room = 2**62 // (1 + max(int(boxes.group.max()) for boxes in sides))
+    spans = []
+    for span in largest:
+        room //= span
+        if not room:
+            break
+        spans.append(span)
+    return spans
 
 
 def _portions(counts: np.ndarray) -> list[slice]:
