@@ -11,12 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array, vstack
+from scipy.sparse.csgraph import connected_components
 
 from ray_etc.planners.intersect import ragged
 from ray_etc.planners.links import Links
 
 EVEN_SENDERS = 1e-2
 """Weight of the busiest sender against the busiest link of all, which is often a receiver's."""
+
+WORTH_SOLVING = 4096
+"""Parts of fewer options than this that have nothing in common are solved together, not one by one."""
 
 NEAR_FIRST = 1e-3
 """Weight of the time spent on all links together against that of the busiest: enough to prefer the own node."""
@@ -78,15 +82,30 @@ def shares(
         return share
     fixed = ~has_choice
     busy_s = busy_s + network.busy_s(src[fixed], dst[fixed], nbytes[demand[fixed]])
-    share[has_choice] = _solve(
-        np.unique(demand[has_choice], return_inverse=True)[1],
-        nbytes[demand[has_choice]],
-        src[has_choice],
-        dst[has_choice],
-        busy_s,
-        network,
-    )
+    src, dst, demand = src[has_choice], dst[has_choice], np.unique(demand[has_choice], return_inverse=True)[1]
+    nbytes = np.repeat(nbytes[counts > 1], counts[counts > 1])
+    chosen = np.zeros(len(demand))
+    for part in _apart(demand, src, dst, network):
+        number = np.unique(demand[part], return_inverse=True)[1]
+        chosen[part] = _solve(number, nbytes[part], src[part], dst[part], busy_s, network)
+    share[has_choice] = chosen
     return share
+
+
+def _apart(demand: np.ndarray, src: np.ndarray, dst: np.ndarray, network: Network) -> list[np.ndarray]:
+    """The options in parts that share no demand and no link, a few small ones together: positions, rising.
+
+    The time of the solver grows faster than its problem, and stages of a pipeline often have no link in common.
+    """
+    demand_count = int(demand.max()) + 1
+    which, link = network.used(src, dst)
+    size = demand_count + network.link_count
+    graph = coo_array((np.ones(len(which)), (demand[which], demand_count + link)), shape=(size, size))
+    part = np.unique(connected_components(graph, directed=False)[1][demand], return_inverse=True)[1]
+    # Parts in their order, cut wherever the options so far are enough for a problem of their own.
+    before = np.concatenate([[0], np.cumsum(np.bincount(part))[:-1]])
+    batch = before[part] // WORTH_SOLVING
+    return [np.flatnonzero(batch == number) for number in np.unique(batch)]
 
 
 def _solve(

@@ -49,10 +49,19 @@ def _busiest_s(hops: Hops, network: Network) -> float:
 
 
 def _least_s(streams: Streams, network: Network) -> float:
-    """What no plan without relays can be faster than: some rank gets all that it wants by both of its links at once."""
-    stream = np.repeat(np.arange(streams.class_count), np.diff(streams.wanters_of[0]))
-    wanted = np.bincount(streams.wanters_of[1], streams.nbytes[stream], len(network.node))
-    return float(wanted.max(initial=0)) / (network.links.same_node_bytes_per_s + network.links.nic_bytes_per_s)
+    """What no plan without relays can be faster than: some rank gets all that it wants, by both of its links at once
+    what its own node holds, and by its NIC what no rank there does."""
+    node_count = int(network.node.max(initial=-1)) + 1
+    (stream, rank), (held, holder) = (
+        (np.repeat(np.arange(streams.class_count), np.diff(first)), ranks)
+        for first, ranks in (streams.wanters_of, streams.holders_of)
+    )
+    is_near = np.isin(stream * node_count + network.node[rank], held * node_count + network.node[holder])
+    nbytes, count, links = streams.nbytes[stream], len(network.node), network.links
+    wanted = np.bincount(rank, nbytes, count)
+    far = np.bincount(rank[~is_near], nbytes[~is_near], count)
+    by_both = float(wanted.max(initial=0)) / (links.same_node_bytes_per_s + links.nic_bytes_per_s)
+    return max(by_both, float(far.max(initial=0)) / links.nic_bytes_per_s)
 
 
 def _without_crumbs(

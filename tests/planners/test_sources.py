@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
+from ray_etc.planners import balance
+from ray_etc.planners.balance import Network, shares
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
 from ray_etc.planners.links import Links
@@ -114,3 +116,20 @@ def random_case(seed: int) -> Case:
 def test_busiest_link_is_within_5_percent_of_the_optimum(seed: int) -> None:
     case = random_case(seed)
     assert case.busiest_s() <= 1.05 * case.optimum_s() + 1e-12
+
+
+def test_parts_with_no_link_in_common_are_balanced_apart_as_well_as_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four stages of 8 ranks on 2 nodes each; every demand may come from any rank of its stage."""
+    network = Network(np.arange(32) // 4, Links())
+    rng = np.random.default_rng(3)
+    nbytes, dst = rng.integers(1, 2**30, 40).astype(float), rng.integers(0, 32, 40)
+    src = [np.flatnonzero((np.arange(32) // 8 == rank // 8) & (np.arange(32) != rank)) for rank in dst]
+    counts = np.array([len(ranks) for ranks in src])
+    option_dst, demand = np.repeat(dst, counts), np.repeat(np.arange(40), counts)
+    busiest = {}
+    for worth_solving in (1, 10**6):
+        monkeypatch.setattr(balance, "WORTH_SOLVING", worth_solving)
+        taken = shares(nbytes, counts, np.concatenate(src), option_dst, np.zeros(network.link_count), network)
+        np.testing.assert_allclose(np.bincount(demand, taken), 1)
+        busiest[worth_solving] = network.busy_s(np.concatenate(src), option_dst, taken * nbytes[demand]).max()
+    assert busiest[1] == pytest.approx(busiest[10**6], rel=0.01)
