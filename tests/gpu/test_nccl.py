@@ -147,6 +147,10 @@ def move_body(
     mover = kind(plan.for_rank(rank), transport, sources, source, targets, target, "cuda", direct_nbytes)
     mover.prepare()
     report = mover.run(20.0, FaultInjector([faults[rank]] if rank in faults else [], targets))
+    # As the driver does: nobody leaves the group while another still needs it.
+    board.put(f"moved {rank}")
+    for peer in transport.peers:
+        board.get(f"moved {peer}")
     transport.destroy_group()
     return report, all(same_bytes(view.cpu(), part_of(shard)) for view, shard in zip(targets, target, strict=True))
 
