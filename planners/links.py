@@ -30,7 +30,7 @@ class Links:
     network_bytes_per_s: float = 4.0e11
     certify_bytes_per_s: float = 1.0e12
     message_s: float = 2.0e-5
-    direct_nbytes: int = 64 * 2**20
+    direct_nbytes: int = 512 * 2**20
     measured_on: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 TIGHT_ORDER = ("exp_avg", "exp_avg_sq", "main_param")
 """Kinds of state in the order in which the tight mode moves and releases them; all others come after."""
 
-STAGING_BUFFERS = 2
-"""Staging buffers each way: one round is packed or unpacked while another is on the wire."""
+STAGING_BUFFERS = 3
+"""Staging buffers each way: one being packed or unpacked, one on the wire, one to spare. Rounds take them in
+turn, and each is as large as the largest of its rounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +52,10 @@ def memory_of(plan: MigrationPlan) -> Memory:
         cell, where = np.unique(end[wire] * max(plan.round_count, 1) + plan.moves.round[wire], return_inverse=True)
         total = np.zeros(len(cell), dtype=np.int64)
         np.add.at(total, where, plan.move_nbytes[wire])
-        largest = np.zeros(rank_count, dtype=np.int64)
-        np.maximum.at(largest, cell // max(plan.round_count, 1), total)
-        staging += STAGING_BUFFERS * largest
+        rank, index = np.divmod(cell, max(plan.round_count, 1))
+        largest = np.zeros((rank_count, STAGING_BUFFERS), dtype=np.int64)
+        np.maximum.at(largest, (rank, index % STAGING_BUFFERS), total)
+        staging += largest.sum(axis=1)
     held, wanted = plan.source.nbytes_by_kind(), plan.target.nbytes_by_kind()
     nothing = np.zeros(rank_count, dtype=np.int64)
     before, after = (sum(kinds.values(), start=nothing) for kinds in (held, wanted))

@@ -19,7 +19,8 @@ from ray_etc.planners.rounds import split_rounds
 from ray_etc.planners.sources import choose_hops
 from ray_etc.planners.table import LayoutTable
 
-STAGING_NBYTES = 256 * 2**20
+STAGING_NBYTES = 512 * 2**20
+"""What a rank sends, and what it receives, in one round: so large must messages be for the best rate seen of NCCL."""
 
 
 def make_plan(

@@ -20,6 +20,7 @@ from ray_etc.planners.errors import PlanError
 from ray_etc.planners.expected import expected_table
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import match
+from ray_etc.planners.migrate import STAGING_NBYTES
 from ray_etc.planners.model import ModelShape
 from ray_etc.planners.placement import plan_resize
 
@@ -48,7 +49,7 @@ class PlanOptions:
     processes."""
     links: Path | None = None
     """A JSON file of measured speeds that times are predicted from, as `python -m ray_etc calibrate` writes it."""
-    staging_mib: int = 256
+    staging_mib: int = STAGING_NBYTES // MIB
     """What a GPU sends, and what it receives, in one round, in MiB."""
     json: bool = False
     """Print one JSON object instead, with bytes in nbytes_* and seconds in *_s."""

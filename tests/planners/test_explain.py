@@ -31,7 +31,7 @@ def test_tp2_to_tp2_dp2_in_words() -> None:
     assert "the least possible" in text
     assert "node0 -> node1" in text
     assert "proven optimal" in text
-    assert "rounds            2 of at most 256.0 MiB" in text
+    assert "rounds            2 of at most 512.0 MiB" in text
     assert all(kind in text for kind in ("param", "main_param", "exp_avg"))
     assert f"on the wire       {size(plan.nbytes_wire)}" in text
     assert all(len(line) <= 100 for line in text.splitlines())
