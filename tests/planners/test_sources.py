@@ -82,8 +82,8 @@ class Case:
             return 0.0
         upper = np.zeros((len(load), len(columns) + 1))
         upper[:, -1] = -1
-        for row, of_link in enumerate(load.values()):
-            for column, seconds in of_link.items():
+        for row, by_column in enumerate(load.values()):
+            for column, seconds in by_column.items():
                 upper[row, column] = seconds
         equal = np.zeros((len(demands), len(columns) + 1))
         for row, shares_of in enumerate(demands.values()):
