@@ -47,10 +47,13 @@ def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: i
     order = np.argsort(hops.segment, kind="stable")
     edges = np.searchsorted(hops.segment[order], np.arange(len(urgent) + 1))
     one_hop = order[edges[:-1]]
+    depth = np.ones(len(urgent), dtype=np.int64)
+    np.maximum.at(depth, hops.segment, hops.turn)
     segments = _Segments(
         streams.unit_at(hops.start[one_hop]),
         streams.unit_at(hops.stop[one_hop]),
         (hops.dst[one_hop] - hops.src[one_hop]) % world_size,
+        depth,
     )
     is_urgent = urgent[hops.segment]
     first_rounds = _least_rounds(hops, is_urgent, world_size, staging_nbytes)
@@ -77,11 +80,13 @@ def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: i
 
 @dataclass(frozen=True, eq=False)
 class _Segments:
-    """The units [start, stop) of each segment, and how far round the ring of ranks its first hop goes: int64 each."""
+    """The units [start, stop) of each segment, how far round the ring of ranks its first hop goes, and in how many turns
+    it reaches all: int64 each."""
 
     start: np.ndarray
     stop: np.ndarray
     ring: np.ndarray
+    depth: np.ndarray
 
 
 def _spread(
@@ -100,7 +105,9 @@ def _spread(
     number, index = ragged(count)
     start = streams.unit_at(origin[number] + nbytes[number] * index / count[number])
     stop = streams.unit_at(origin[number] + nbytes[number] * (index + 1) / count[number])
-    begin = (index * rounds[number] // count[number] + segments.ring[number]) % np.maximum(rounds[number], 1)
+    # A lonely chunk that is handed on begins early enough to be everywhere by the last round.
+    window = np.where(count == 1, rounds - segments.depth + 1, rounds)[number]
+    begin = (index * rounds[number] // count[number] + segments.ring[number]) % np.maximum(window, 1)
     there = stop > start
     return number[there], start[there], stop[there], (earliest[number] + begin)[there]
 
