@@ -80,8 +80,8 @@ def split_rounds(hops: Hops, streams: Streams, urgent: np.ndarray, world_size: i
 
 @dataclass(frozen=True, eq=False)
 class _Segments:
-    """The units [start, stop) of each segment, how far round the ring of ranks its first hop goes, and in how many turns
-    it reaches all: int64 each."""
+    """The units [start, stop) of each segment, how far round the ring of ranks its first hop goes, and in how many
+    turns it reaches all: int64 each."""
 
     start: np.ndarray
     stop: np.ndarray
