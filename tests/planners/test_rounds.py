@@ -126,7 +126,7 @@ def test_a_scalar_for_all_takes_no_rounds_of_its_own() -> None:
     """What goes down a tree of ranks begins early enough to be everywhere by the last round that the rest needs."""
     small = Shard(TensorSpec("param", "scale", (1,), "float32", 4), Box.whole((1,)))
     large = [Shard(TensorSpec("param", f"w{i}", (64, 4096), "float32", 4), Box.whole((64, 4096))) for i in range(16)]
-    source: dict[int, RankLayout] = {0: (small,)} | {1 + i: (large[i],) for i in range(16)}
+    source: dict[int, RankLayout] = {0: (small,), **{1 + i: (large[i],) for i in range(16)}}
     target: dict[int, RankLayout] = {17 + i: (small, large[i]) for i in range(16)}
     nodes = {slot: f"node{slot // 8}" for slot in source | target}
     plan = make_plan(source, target, nodes, staging_nbytes=128 * 2**10)
