@@ -210,14 +210,14 @@ class ParallelConfig:
         """Ranks that talk most and should share a node: runs of consecutive ranks, all of one length.
 
         Those of each tensor-parallel group, of experts and of the rest; with `node_size` (ranks a node) also those
-        of the context and expert axes, where the whole of such a group fits into a node.
+        of the context and expert axes, where whole ones fill a node, so that they fit wherever the tensor groups do.
         """
         tensor, of_experts = self.tensor_parallel, self.tensor_parallel_of_experts
         size = lcm(tensor, of_experts)
         for context in (1, self.context_parallel):
             for expert in (1, self.expert_parallel):
                 wider = lcm(tensor * context, of_experts * expert)
-                if node_size is not None and size < wider <= node_size:
+                if node_size is not None and wider > size and node_size % wider == 0:
                     size = wider
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 

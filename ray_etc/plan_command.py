@@ -132,10 +132,11 @@ def plan_between(options: PlanOptions, model: ModelShape, before: Side, after: S
     held = expected_table(model.tensors(before.parallel.pipeline_parallel), before.parallel)
     held = held.on(np.arange(before.parallel.world_size), len(slots))
     wanted = expected_table(model.tensors(after.parallel.pipeline_parallel), after.parallel)
+    groups = after.parallel.tensor_groups(node_size)
     plan = plan_resize(
         held,
         wanted,
-        after.parallel.tensor_groups(),
+        groups,
         slots,
         {slot: f"node{slot // node_size}" for slot in slots},
         usable=slots if options.choose_nodes else range(after.slots),
@@ -162,7 +163,7 @@ def plan_between(options: PlanOptions, model: ModelShape, before: Side, after: S
     used = max(before.nodes, after.nodes) - len(planned.idle_nodes)
     if used > after.nodes:
         raise ValueError(
-            f"tensor groups of {len(after.parallel.tensor_groups()[0])} ranks need {used} nodes of {node_size} GPUs to "
+            f"groups of {len(groups[0])} ranks need {used} nodes of {node_size} GPUs to "
             f"be whole; --nodes leaves {after.nodes}"
         )
     return planned

@@ -88,6 +88,7 @@ def test_data_index_counts_context_and_data_as_one() -> None:
         ({"tensor_parallel": 2, "data_parallel": 4, "context_parallel": 8}, 8, 2),
         ({"data_parallel": 16, "expert_parallel": 8}, 8, 8),
         ({"data_parallel": 16, "expert_parallel": 16}, 8, 1),
+        ({"data_parallel": 12, "expert_parallel": 6}, 8, 1),
         ({"tensor_parallel": 2, "data_parallel": 8, "expert_parallel": 2, "expert_tensor_parallel": 4}, 8, 8),
         ({"tensor_parallel": 2, "data_parallel": 8, "expert_parallel": 2, "expert_tensor_parallel": 4}, None, 4),
     ],

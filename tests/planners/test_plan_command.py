@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ray_etc.plan_command import PlanOptions, run_plan
+from ray_etc.plan_arguments import load_model, parse_parallel
+from ray_etc.plan_command import PlanOptions, plan_between, run_plan
+from ray_etc.plan_report import Side
 from ray_etc.planners.links import Links
 from ray_etc.planners.words import size
 from ray_etc.planners.zoo import ZOO
@@ -251,7 +253,7 @@ def test_nothing_to_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
                 "nodes": "4x8,3x8",
                 "choose_nodes": True,
             },
-            "tensor groups of 6 ranks need 4 nodes of 8 GPUs to be whole; --nodes leaves 3",
+            "groups of 6 ranks need 4 nodes of 8 GPUs to be whole; --nodes leaves 3",
         ),
     ],
 )
@@ -297,3 +299,18 @@ def test_help_names_every_model() -> None:
     command = [sys.executable, "-m", "ray_etc", "plan", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert all(model in done.stdout for model in ZOO)
+
+
+def test_experts_that_fill_a_node_stay_on_one() -> None:
+    """EP8 to EP4 on nodes of 4: each group of four ranks holds all experts, and stays whole though that moves more."""
+    options = PlanOptions("qwen3-30b-a3b", "dp=8,ep=8", "dp=8,ep=4", "2x4,2x4")
+    model = load_model(options.model)
+    before, after = (
+        Side(model.settled(parse_parallel("--to", text)), 2, 4) for text in (options.source, options.target)
+    )
+    target = plan_between(options, model, before, after).plan.target
+    for family, tensors in enumerate(target.families):
+        if tensors[0].kind == "param" and tensors[0].expert_dim is not None:
+            for node in (0, 1):
+                here = (target.family == family) & (target.rank // 4 == node)
+                assert set(target.offsets[here, 0].tolist()) == {0, 32, 64, 96}
