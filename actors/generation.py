@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import ray
@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_etc.actors.messages import Entered, Outcome
 from ray_etc.actors.rank import Rank
 from ray_etc.actors.session import Context
+from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import ParallelConfig
@@ -29,6 +30,8 @@ class TrainJob:
     runtime_env: dict[str, Any]
     timeout_s: float
     start_timeout_s: float
+    slot_nbytes: int | None = None
+    """What all processes of a slot may have of its memory together; None for all of a GPU, or no limit on CPUs."""
 
 
 class Wait(Protocol):
@@ -71,7 +74,14 @@ class Generation:
         return generation
 
     def start_loops(self, store: tuple[str, int], job: TrainJob) -> None:
-        self.outcome_refs = [rank.train.remote(job.loop, job.config, store, job.start_timeout_s) for rank in self.ranks]
+        limit = (job.resources.get("GPU", 0.0), job.slot_nbytes)
+        self.outcome_refs = [
+            rank.train.remote(job.loop, job.config, store, job.start_timeout_s, limit) for rank in self.ranks
+        ]
+
+    def share(self, shared: Sequence[SharedMemory]) -> None:
+        """Take in how the next generation can map the memory of each rank."""
+        self.entered = [replace(each, shared=memory) for each, memory in zip(self.entered, shared, strict=True)]
 
     def layouts(self) -> dict[int, RankLayout]:
         """What each slot holds, as its rank reported it."""

@@ -107,6 +107,7 @@ class Session:
         self._is_frozen = False
         self._is_over = False
         self._is_updating = False
+        self._trims_left = 0
         self._marks: deque[Mark] = deque(maxlen=3)
         self._update_began: torch.cuda.Event | None = None
         self._reports: list[Report] = []
@@ -197,6 +198,8 @@ class Session:
 
     def _boundary(self, step: int) -> None:
         self._record_boundary(step + 1)
+        if self._trims_left:
+            self._trim()
         if self._last_step is None or step < self._last_step:
             return
         if torch.cuda.is_available():
@@ -209,6 +212,14 @@ class Session:
             self._changed.wait_for(lambda: self._is_replaced or not self._is_paused)
             if self._is_replaced:
                 raise GenerationReplaced
+
+    def _trim(self) -> None:
+        """At the first boundary give cached memory back; at the next, what a step needs has been taken again."""
+        if self._trims_left == 2 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        with self._changed:
+            self._trims_left -= 1
+            self._changed.notify_all()
 
     # Control threads -------------------------------------------------------------------------------------------------
 
@@ -236,6 +247,12 @@ class Session:
     def next_step(self) -> int:
         with self._changed:
             return self._marks[-1].boundary.next_step if self._marks else 0
+
+    def trim(self, timeout_s: float) -> None:
+        """Have the train loop give back what torch's allocator keeps beyond the needs of a step; waits for that."""
+        with self._changed:
+            self._trims_left = 2
+            self._changed.wait_for(lambda: not self._trims_left or self._is_over, timeout_s)
 
     def progress(self) -> Progress:
         """How the first step went; hands out each report once."""

@@ -55,6 +55,9 @@ class ElasticTrainer:
         timeout_s: for each single step of a handover. A peer that is silent for longer makes it fail, and the old
             generation goes on.
         start_timeout_s: for slots to become available, and for a generation to build its model.
+        slot_nbytes: what all processes in a slot may have of its memory together; by default all of a GPU, and as much
+            as they want on CPUs. Where the old state and the new one do not fit into it together, a resize releases
+            the old one phase by phase; where that does not fit either, it is refused before anything starts.
     """
 
     def __init__(
@@ -67,13 +70,14 @@ class ElasticTrainer:
         run_config: RunConfig | None = None,
         timeout_s: float = 30.0,
         start_timeout_s: float = 120.0,
+        slot_nbytes: int | None = None,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
         self.chooser = as_chooser(parallel)
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
-        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        self.timeout_s, self.start_timeout_s, self.slot_nbytes = timeout_s, start_timeout_s, slot_nbytes
         if (gpus := slot_resources(self.scaling_config).get("GPU", 0.0)) > 1:
             raise ValueError(f"{gpus:g} GPUs a worker: a rank trains on one; use at most 1 in resources_per_worker")
         smallest, most = max(1, self.scaling_config.min_workers), self.scaling_config.max_workers
@@ -116,6 +120,7 @@ class ElasticRun:
             dict(trainer.run_config.worker_runtime_env or {}),
             trainer.timeout_s,
             trainer.start_timeout_s,
+            trainer.slot_nbytes,
         )
         context = train_run_context(trainer.run_config, trainer.train_loop_config, trainer.scaling_config)
         self._book = ReportBook(trainer.run_config.callbacks or [], context)

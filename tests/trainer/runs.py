@@ -21,6 +21,7 @@ def start(
     parallel: ParallelConfig | None = None,
     timeout_s: float = 10.0,
     callbacks: list[Any] | None = None,
+    slot_nbytes: int | None = None,
     **config: Any,
 ) -> ElasticRun:
     """A run of the toy loop that goes on until `finish`."""
@@ -31,6 +32,7 @@ def start(
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(name="toy", callbacks=callbacks),
         timeout_s=timeout_s,
+        slot_nbytes=slot_nbytes,
     ).start()
 
 
