@@ -69,7 +69,7 @@ class TightMove:
                     raise StateLost(self._where_the_state_is(index, error)) from error
                 raise
             for rank, slot_id in enumerate(self._plan.slots):
-                of_old = held[slot_id] if slot_id in self._new.slot_ids else 0  # else the old rank is the member
+                of_old = held.get(slot_id, 0) if slot_id in self._new.slot_ids else 0  # else the old rank is the member
                 peak[rank] = max(peak[rank], reports[rank].nbytes_peak + of_old)
         self._record.nbytes_peak = int(peak.max())
         shared = self._wait(

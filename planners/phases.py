@@ -107,14 +107,20 @@ def cut_in_phases(
     larger = np.maximum(before, after)
     aim = ((1 + SLACK) * larger).astype(np.int64)
 
-    def excess(order: Sequence[_Step]) -> float:
-        return float(((_peaks(order, before) - aim) / np.maximum(larger, 1)).max(initial=0.0))
+    def excess(way: tuple[list[_Step], list[_Step]]) -> float:
+        """By how much the peak of moving some steps, then casting others, is above the bound, as a share."""
+        moved, cast = way
+        held = before - sum(step.freed for step in cast)
+        peak = np.maximum(_peaks(moved, held), after)
+        return float(((peak - aim) / np.maximum(larger, 1)).max(initial=0.0))
 
-    moved = min((steps, sorted(steps, key=lambda step: step.is_optimizer)), key=excess)
-    cast: list[_Step] = []
-    if excess(moved) > 0:
-        cast = [step for step in steps if derived and step.tensors <= derived.keys()]
-        moved = [step for step in moved if step not in cast]
+    castable = [step for step in steps if derived and step.tensors <= derived.keys()]
+    ways: list[tuple[list[_Step], list[_Step]]] = [
+        (steps, []),
+        (sorted(steps, key=lambda step: step.is_optimizer), []),
+        ([step for step in steps if step not in castable], castable),
+    ]
+    moved, cast = min(ways, key=excess)  # the first of those that are equal
     held = before - sum((step.freed for step in cast), start=np.zeros_like(before))
     groups = _grouped(moved, held, np.maximum(aim, _peaks(moved, held)))
     phases = [_phase(plan, group, *_parts(plan, group)) for group in groups]
