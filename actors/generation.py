@@ -17,6 +17,7 @@ from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.phases import Key
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class Generation:
     def layouts(self) -> dict[int, RankLayout]:
         """What each slot holds, as its rank reported it."""
         return {slot.slot_id: entered.layout for slot, entered in zip(self.slots, self.entered, strict=True)}
+
+    @property
+    def derived(self) -> dict[Key, Key]:
+        """Of which tensor another is exactly the rounded value, on any rank."""
+        return {key: of for entered in self.entered for key, of in entered.derived.items()}
 
     @property
     def living_slot_ids(self) -> set[int]:

@@ -70,7 +70,7 @@ class Headroom:
             steps = given_back - memory.before
             early = bool((memory.safe + np.maximum(steps, 0) > safe_room).any())
             return Choice(None, early, int(memory.safe.max(initial=0)))
-        phased = cut_in_phases(plan, old, new, self._old.entered[0].derived)
+        phased = cut_in_phases(plan, old, new, self._old.derived)
         choose_mode(plan, memory.safe, phased.peak, safe_room, tight_room)
         return Choice(phased, True, int(phased.peak.max(initial=0)))
 

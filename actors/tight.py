@@ -42,7 +42,7 @@ class TightMove:
     ) -> None:
         self._plan, self._phased, self._old, self._new, self._members = plan, phased, old, new, members
         self._group, self._wait, self._timeout_s, self._record = group, wait, timeout_s, record
-        self._derived: Mapping[Key, Key] = old.entered[0].derived
+        self._derived: Mapping[Key, Key] = old.derived
         self._shared = {slot.slot_id: each.shared for slot, each in zip(old.slots, old.entered, strict=True)}
         self.is_past_return = False
         """Whether the old generation has released any of its state."""

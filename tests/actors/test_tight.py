@@ -171,9 +171,8 @@ class Resize:
             )
             for number, parallel, ranks in ((0, self.before, self.old), (1, self.after, self.new))
         ]
-        self.move = TightMove(
-            *(self.plan, self.phased, *self.generations, self.members, "tight", wait, 20.0, self.record)
-        )
+        old_one, new_one = self.generations
+        self.move = TightMove(self.plan, self.phased, old_one, new_one, self.members, "tight", wait, 20.0, self.record)
 
     def close(self) -> None:
         for member in self.members:
