@@ -63,6 +63,8 @@ class Generations:
 
     def __init__(self, case: Case, plan: MigrationPlan, use_cpu: bool, direct_nbytes: int) -> None:
         self.case, self.plan, self.use_cpu, self.direct_nbytes = case, plan, use_cpu, direct_nbytes
+        self.phases: dict[str, float] = {}
+        """When each part of `start_new` began, on this host's clock."""
         self.old = self._start(plan.source)
         # Beside a training that is measured the new processes start in the shadow; else at once, to save time.
         self.new: dict[int, Process] = {} if case.trains else self._start(plan.target)
@@ -80,11 +82,16 @@ class Generations:
     def start_new(self) -> int:
         """Everything that can be done before the pause; the bytes of staging of the rank with most."""
         plan = self.plan
+        self.phases["start"] = time.monotonic()
         self.new = self.new or self._start(plan.target)
+        call_all(list(self.new.values()), "ready")
+        self.phases["hold"] = time.monotonic()
         each_its_own(list(self.new.values()), "hold", [(plan.target[slot], False) for slot in self.new])
+        self.phases["connect"] = time.monotonic()
         members, group = self.members, f"handover-{time.monotonic_ns()}"
         opened = each_its_own(members, "open", [(group, rank, len(members)) for rank in range(len(members))])
         call_all(members, "connect", opened[0])
+        self.phases["prepare"] = time.monotonic()
         return max(
             each_its_own(
                 members,
@@ -139,14 +146,13 @@ def measure(case: Case, plan: MigrationPlan, generations: Generations, rates: di
     if case.trains:
         call_all(old, "train")
         time.sleep(ALONE_S)
-    shadow_began = time.monotonic()
     staging_nbytes = generations.start_new()
     new = list(generations.new.values())
     if case.trains:
         ended_at = max(call_all(old, "pause"))
         runs = [generations.move()]
         result["pause_s"] = max(call_all(new, "begin")) - ended_at
-        result |= shadow(call_all(old, "step_times"), shadow_began)
+        result |= shadow(call_all(old, "step_times"), generations.phases)
         call_all(new, "pause")
     else:
         runs = [generations.move()]
@@ -211,15 +217,25 @@ def figures(
     }
 
 
-def shadow(step_times: Sequence[Sequence[tuple[float, float]]], began: float) -> dict[str, float]:
-    """Step time of the old generation alone, and while the new one starts beside it."""
-    alone = [seconds for steps in step_times for end, seconds in steps[1:] if end < began]
-    beside = [seconds for steps in step_times for end, seconds in steps if end - seconds > began]
+def shadow(step_times: Sequence[Sequence[tuple[float, float]]], phases: dict[str, float]) -> dict[str, Any]:
+    """Step time of the old generation alone, and while the new one starts beside it: over all, and in each phase."""
+    began = min(phases.values())
+    alone_s = statistics.mean(seconds for steps in step_times for end, seconds in steps[1:] if end < began)
+    beside = [(end - seconds, seconds) for steps in step_times for end, seconds in steps if end - seconds > began]
+    beside_s = statistics.mean(seconds for _, seconds in beside)
+    by_phase: dict[str, list[float]] = {phase: [] for phase in phases}
+    for start, seconds in beside:
+        by_phase[max((at, phase) for phase, at in phases.items() if at < start)[1]].append(seconds)
     return {
-        "step_alone_s": statistics.mean(alone),
-        "step_beside_shadow_s": statistics.mean(beside),
-        "step_beside_shadow_max_s": max(beside),
-        "shadow_slowdown": statistics.mean(beside) / statistics.mean(alone) - 1.0,
+        "step_alone_s": alone_s,
+        "step_beside_shadow_s": beside_s,
+        "step_beside_shadow_max_s": max(seconds for _, seconds in beside),
+        "shadow_slowdown": beside_s / alone_s - 1.0,
+        "shadow_phases": {
+            phase: {"steps": len(times), "slowdown": statistics.mean(times) / alone_s - 1.0}
+            for phase, times in by_phase.items()
+            if times
+        },
     }
 
 

@@ -40,6 +40,9 @@ class Rank:
         self._mover: Mover | None = None
         self._trainer: Trainer | None = None
 
+    def ready(self) -> None:
+        """Answers once the process is there."""
+
     # State -----------------------------------------------------------------------------------------------------------
 
     def hold(self, layout: RankLayout, is_filled: bool) -> sharing.SharedMemory:
