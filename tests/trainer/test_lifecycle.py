@@ -13,6 +13,7 @@ from toy import train
 
 import ray_etc
 from ray_etc import ElasticTrainer, ParallelConfig
+from ray_etc.actors.faults import Fault
 
 pytestmark = pytest.mark.ray
 
@@ -78,14 +79,14 @@ def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_
 
 def test_user_error_names_rank_and_step_and_comes_first(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
-    run = start(tmp_path, 2, faults={(0, 1): ("raise in step", 4)})
+    run = start(tmp_path, 2, faults={(0, 1): Fault("step:4", "raise")})
     with pytest.raises(WorkerGroupError) as caught:
         run.result(60.0)
     message = str(caught.value).partition("\n")[2]
-    assert message.startswith("KeyError: 'sample 54 is not there'\nraised on rank 1")
+    assert message.startswith("RuntimeError: injected fault at step:4\nraised on rank 1")
     assert "step 4" in message
-    assert 'raise KeyError(f"sample {samples[0]} is not there")' in message
-    assert isinstance(caught.value.worker_failures[1], KeyError)
+    assert 'script(f"step:{step}")' in message
+    assert isinstance(caught.value.worker_failures[1], RuntimeError)
 
 
 def test_loop_without_steps_is_told_what_to_do(nodes: Any, tmp_path: Path) -> None:
