@@ -60,6 +60,7 @@ class FaultInjector:
             case "exhaust":
                 torch.empty(1 << 50, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
             case "limit":
+                torch.cuda.empty_cache()
                 share = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
                 torch.cuda.set_per_process_memory_fraction(share)
             case "corrupt":

@@ -39,7 +39,7 @@ FAILURES = {
     "peer dies in a round": (NEW, Fault("round:1:packed", "kill"), "rank 0 of the new generation died|TransportError"),
     "communicator error": (OLD, Fault("round:1:packed", "abort"), "TransportError"),
     "peer never joins": (NEW, Fault("connect", "stall"), "never joined|waited 8 s for the migration group"),
-    "memory runs out while a rank builds": (NEW, Fault("build", "exhaust"), "could not be built: .*out of memory"),
+    "memory runs out while a rank builds": (NEW, Fault("build", "exhaust"), "could not be built: (?s:.*)out of memory"),
     "memory runs out for the buffers": (NEW, Fault("prepare", "limit"), "out of memory"),
 }
 
