@@ -130,9 +130,11 @@ class Rank:
 
     @ray.method(concurrency_group="control")
     def connect_migration(self, group: str, rendezvous: bytes, timeout_s: float) -> None:
+        with self._at_work_for(group):
+            transport = get_group(group)
         self._session.on_move_event("connect")
         with torch.cuda.stream(self._stream):
-            get_group(group).connect(rendezvous, timeout_s)
+            transport.connect(rendezvous, timeout_s)
 
     @ray.method(concurrency_group="control")
     def prepare_move(

@@ -90,7 +90,12 @@ def plan_between(source: Layouts, target: Layouts, staging_nbytes: int = 256) ->
     return plan
 
 
-def move_in_threads(plan: MigrationPlan, contiguous: bool, on_event: Callable[[str], None] = lambda event: None) -> Any:
+def move_in_threads(
+    plan: MigrationPlan,
+    contiguous: bool,
+    on_event: Callable[[str], None] = lambda event: None,
+    kinds: dict[int, type[Mover]] | None = None,
+) -> Any:
     """Every rank of the plan as a thread with a gloo group of its own; the reports, and whether all bytes are right."""
     world = len(plan.slots)
     group = [GlooTransport(world, rank, "threads") for rank in range(world)]
@@ -100,9 +105,9 @@ def move_in_threads(plan: MigrationPlan, contiguous: bool, on_event: Callable[[s
         group[rank].connect(rendezvous, 20.0)
         source, target = plan.source[rank], plan.target[rank]
         targets = views_for(target, filled=False, contiguous=not contiguous)
-        mover = Mover(
-            plan.for_rank(rank), group[rank], views_for(source, True, contiguous), source, targets, target, "cpu"
-        )
+        kind = (kinds or {}).get(rank, Mover)
+        views = views_for(source, True, contiguous)
+        mover = kind(plan.for_rank(rank), group[rank], views, source, targets, target, "cpu")
         report = mover.run(20.0, on_event)
         mover.close()
         return report, all(same_bytes(view, part_of(shard)) for view, shard in zip(targets, target, strict=True))
@@ -113,6 +118,38 @@ def move_in_threads(plan: MigrationPlan, contiguous: bool, on_event: Callable[[s
     finally:
         for transport in group:
             transport.destroy_group()
+
+
+class FlippedBit(Mover):
+    """Flips a bit of what the first round received from the first peer, before it is unpacked."""
+
+    def run(self, timeout_s: float, on_event: Callable[[str], None] = lambda event: None) -> MoveReport:
+        def damage(event: str) -> None:
+            if event == "round:0:received":
+                assert self._work is not None
+                self.damage(next(iter(self._work.rounds[0].receives.values()))[0])
+            on_event(event)
+
+        return super().run(timeout_s, damage)
+
+    def damage(self, message: torch.Tensor) -> None:
+        message[5:6].bitwise_xor_(8)
+
+
+class SwappedElements(FlippedBit):
+    def damage(self, message: torch.Tensor) -> None:
+        message[:8] = message[:8].view(2, 4).flip(0).view(-1)
+
+
+class SwappedSlices(FlippedBit):
+    def damage(self, message: torch.Tensor) -> None:
+        message[:128] = message[:128].view(2, 64).flip(0).view(-1)
+
+
+DAMAGES: dict[type[Mover], int] = {FlippedBit: 1, SwappedElements: 1, SwappedSlices: 2}
+"""And how many moves of `TWINS` then fail."""
+TWINS = [TensorSpec("param", name, (8, 8), "float32", 4) for name in ("first", "second")]
+"""From rows to columns on two ranks, each gives the other 64 bytes of both."""
 
 
 @st.composite
@@ -203,6 +240,16 @@ def test_corrupted_byte_is_caught_and_named() -> None:
     assert caught.value.count == 1
     assert "exp_avg embed[" in str(caught.value)
     assert "to rank 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_in_transit_is_caught_and_named(kind: type[Mover]) -> None:
+    plan = plan_between(tensor_parallel(2, 0, TWINS), tensor_parallel(2, 1, TWINS), staging_nbytes=4096)
+    results = move_in_threads(plan, True, kinds={1: kind})
+    with pytest.raises(CertificateError, match="to rank 1") as caught:
+        compare(plan, [report for report, _ in results])
+    assert caught.value.count == DAMAGES[kind]
+    assert [good for _, good in results] == [True, False]
 
 
 def test_process_killed_between_two_rounds_ends_the_others_with_an_error() -> None:

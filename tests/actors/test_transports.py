@@ -210,6 +210,23 @@ def test_errors_cross_processes() -> None:
         assert vars(again) == vars(error)
 
 
+class Communicator:
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_communicator_that_comes_before_or_after_an_abort_is_taken_down() -> None:
+    transport, early, late = NcclTransport(2, 0, "group"), Communicator(), Communicator()
+    transport._take_in(early)
+    assert not early.is_aborted
+    transport.abort()
+    transport._take_in(late)
+    assert early.is_aborted
+    assert late.is_aborted
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_without_a_gpu_the_nccl_backend_says_so() -> None:
     register()

@@ -23,7 +23,12 @@ TIMEOUT_S = 4.0
 
 FAILURES = {
     "new rank dies while it builds": (TWO, 1, Fault("build", "kill"), "rank 1 of the new generation died"),
-    "memory runs out while a rank builds": (ONE, 0, Fault("build", "exhaust"), "could not be built: (?s:.*)allocate memory"),
+    "memory runs out while a rank builds": (
+        ONE,
+        0,
+        Fault("build", "exhaust"),
+        "could not be built: (?s:.*)allocate memory",
+    ),
     "peer dies before it joins": (TWO, 1, Fault("connect", "kill"), "rank 1 of the new generation died"),
     "peer never joins": (ONE, 0, Fault("connect", "stall"), "never joined|waited 4 s for the migration group"),
     "memory runs out for the buffers": (ONE, 0, Fault("prepare", "exhaust"), "allocate memory"),
