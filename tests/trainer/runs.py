@@ -9,38 +9,47 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from ray.train import RunConfig, ScalingConfig
 from toy import BATCH, Faults, expected_weights, samples_of, train
 
 import ray_etc
-from ray_etc import ElasticRun, ElasticTrainer, ParallelConfig, ResizeFailed
+from ray_etc import ElasticRun, ElasticTrainer, ParallelConfig, ResizeFailed, controller
 
 
 def start(
     tmp_path: Path,
     workers: int | tuple[int, int],
     *,
+    slots: int | None = None,
     parallel: ParallelConfig | None = None,
-    timeout_s: float = 10.0,
+    timeout_s: float = 30.0,
     callbacks: list[Any] | None = None,
     scaling: dict[str, Any] | None = None,
     **config: Any,
 ) -> ElasticRun:
-    """A run of the toy loop that goes on until `finish`."""
-    return ElasticTrainer(
-        train,
-        train_loop_config={"finish": str(tmp_path / "finish"), **config},
-        parallel=parallel,
-        scaling_config=ScalingConfig(num_workers=workers, **(scaling or {})),
-        run_config=RunConfig(name="toy", callbacks=callbacks),
-        timeout_s=timeout_s,
-    ).start()
+    """A run of the toy loop that goes on until `finish`, on all `slots` that there are: by default as many as it takes.
+
+    However long a busy machine may need to place them, it does not start with fewer.
+    """
+    slots = slots or (workers if isinstance(workers, int) else workers[1])
+    with patch.object(controller, "SETTLE_S", float("inf")):
+        run = ElasticTrainer(
+            train,
+            train_loop_config={"finish": str(tmp_path / "finish"), **config},
+            parallel=parallel,
+            scaling_config=ScalingConfig(num_workers=workers, **(scaling or {})),
+            run_config=RunConfig(name="toy", callbacks=callbacks),
+            timeout_s=timeout_s,
+        ).start()
+        wait_until(run, lambda: run.status().slots_usable >= slots)
+    return run
 
 
 def wait_until(
-    run: ElasticRun, condition: Callable[[], bool], timeout_s: float = 60.0, what: Callable[[], Any] = lambda: ""
+    run: ElasticRun, condition: Callable[[], bool], timeout_s: float = 90.0, what: Callable[[], Any] = lambda: ""
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -116,7 +125,7 @@ def _is_own_rank(pid: int) -> bool:
 
 def finish(run: ElasticRun, tmp_path: Path) -> ray_etc.ElasticResult:
     (tmp_path / "finish").touch()
-    return run.result(30.0)
+    return run.result(60.0)
 
 
 def check_exact(result: ray_etc.ElasticResult, died: int | None = None) -> None:

@@ -19,7 +19,7 @@ PLAIN = ParallelConfig(distributed_optimizer=False)
 
 ONE = ParallelConfig()
 TWO = ParallelConfig(data_parallel=2, distributed_optimizer=False)
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0
 
 FAILURES = {
     "new rank dies while it builds": (TWO, 1, Fault("build", "kill"), "rank 1 of the new generation died"),
@@ -30,19 +30,19 @@ FAILURES = {
         "could not be built: (?s:.*)allocate memory",
     ),
     "peer dies before it joins": (TWO, 1, Fault("connect", "kill"), "rank 1 of the new generation died"),
-    "peer never joins": (ONE, 0, Fault("connect", "stall"), "never joined|waited 4 s for the migration group"),
+    "peer never joins": (ONE, 0, Fault("connect", "stall"), "never joined|waited 8 s for the migration group"),
     "memory runs out for the buffers": (ONE, 0, Fault("prepare", "exhaust"), "allocate memory"),
     "peer dies in a round": (
         TWO,
         1,
         Fault("round:0:packed", "kill"),
-        "rank 1 of the new generation died|closed by peer|reset by peer",
+        "rank 1 of the new generation died|TransportError",
     ),
     "peer is silent in a round": (
         ONE,
         0,
         Fault("round:0:packed", "stall"),
-        "TransportTimeout|waited 4 s for the state",
+        "TransportTimeout|waited 8 s for the state",
     ),
     "group is aborted in a round": (ONE, 0, Fault("round:0:packed", "abort"), "TransportError: .*aborted"),
     "error in a round": (TWO, 1, Fault("local:done", "raise"), "injected fault at local:done"),
@@ -69,7 +69,7 @@ def test_resizes_fail_one_after_the_other_and_the_old_generation_goes_on(nodes: 
     result = finish(run, tmp_path)
     check_exact(result)
     assert [record.certified for record in result.resizes] == [False] * len(FAILURES) + [True]
-    late = 1.0  # for the abort, and for the step
+    late = 4.0  # for the abort, and for the step of a busy machine
     assert all(each < TIMEOUT_S + late for each in resumed_s.values()), resumed_s
 
 

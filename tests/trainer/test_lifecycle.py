@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ray
 
 def test_dp2_to_dp4_when_a_node_joins_and_back_when_it_drains(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
-    run = start(tmp_path, (1, 4))
+    run = start(tmp_path, (1, 4), slots=2)
     wait_for_step(run)
     assert run.status().parallel == ParallelConfig(data_parallel=2)
     plan = run.plan(4)
@@ -65,7 +65,7 @@ def test_requested_dp3_to_dp1_to_dp2_plain_optimizer(nodes: Any, tmp_path: Path)
 
 def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
-    run = start(tmp_path, (1, 8))
+    run = start(tmp_path, (1, 8), slots=2)
     wait_for_step(run)
     with pytest.raises(ValueError, match="batch 12 cannot be split by data_parallel=5; use a divisor of 12"):
         run.resize(5)

@@ -76,19 +76,30 @@ class Script:
     `faults` are by (generation, rank), or a file that holds such a dict; then the moment of a fault is left beside it.
     """
 
-    def __init__(self, faults: Faults | Path, context: Context) -> None:
-        self._faults, self._who = faults, (context.generation, context.world_rank)
+    def __init__(self, faults: Faults | Path, context: Context, folder: Path) -> None:
+        self._faults, self._context, self._folder = faults, context, folder
+        self._who = (context.generation, context.world_rank)
         self.views: list[torch.Tensor] = []
 
     def __call__(self, event: str) -> None:
-        faults = self._faults
-        if isinstance(faults, Path):
-            faults = _read(faults)
+        faults = _read(self._faults) if isinstance(self._faults, Path) else self._faults
+        if event.startswith("step:"):
+            self._await_peers(event, [who for who, fault in faults.items() if fault.event == event])
         fault = faults.get(self._who)
         if fault is not None and fault.event == event:
             if isinstance(self._faults, Path):
                 self._faults.with_suffix(".happened").write_text(str(time.time()))
             FaultInjector([fault], self.views)(event)
+
+    def _await_peers(self, event: str, whose: list[tuple[int, int]]) -> None:
+        """Before a fault in a step, until every rank is in that step: a death might else undo the step before it."""
+        generation = self._context.generation
+        if generation not in {each for each, _ in whose}:
+            return
+        marks = [self._folder / f"{event}-{generation}-{rank}" for rank in range(self._context.get_world_size())]
+        marks[self._context.world_rank].touch()
+        while not all(mark.exists() for mark in marks):
+            time.sleep(0.001)
 
 
 def _read(file: Path) -> Faults:
@@ -106,7 +117,7 @@ def train(config: dict[str, Any]) -> str:
     """
     context = ray_etc.get_context()
     parallel, at = context.parallel, context.coordinate
-    script = Script(config.get("faults", {}), context)
+    script = Script(config.get("faults", {}), context, Path(config["finish"]).parent)
     script("build")
     check_parallel(parallel)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
