@@ -53,7 +53,7 @@ class FaultInjector:
             case "stall":
                 threading.Event().wait(STALL_S)
             case "abort":
-                for group in [each for each in gc.get_objects() if isinstance(each, Transport)]:
+                for group in [each for each in gc.get_objects() if issubclass(type(each), Transport)]:
                     thread = threading.Thread(target=group.abort)
                     thread.start()
                     thread.join()
