@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardDim
 
-from benchmarks.processes import Process, call_all, each_its_own
+from benchmarks.processes import Process, call_all, each_its_own, end_all
 from ray_etc.planners.layout import TensorSpec
 
 WORLD = 2
@@ -159,8 +159,7 @@ def measure_baselines(tensors: Sequence[TensorSpec], scratch: Path, gpus: int) -
             result[name] = _twice(ranks, saves, loads, folder / name)
             print(name, result[name], flush=True)
     finally:
-        for rank in ranks:
-            rank.end()
+        end_all(ranks)
         shutil.rmtree(folder)
     return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.handover_ranks import MIB, Rank
-from benchmarks.processes import Process, call_all, each_its_own
+from benchmarks.processes import Process, call_all, each_its_own, end_all
 from ray_etc.actors.certificate import compare
 from ray_etc.actors.pipeline import BUFFERS
 from ray_etc.actors.work import aligned
@@ -63,15 +63,14 @@ class Generations:
 
     def __init__(self, case: Case, plan: MigrationPlan, use_cpu: bool, direct_nbytes: int) -> None:
         self.case, self.plan, self.use_cpu, self.direct_nbytes = case, plan, use_cpu, direct_nbytes
-        self.old = self._start([slot for slot, layout in enumerate(plan.source) if layout])
-        self.new: dict[int, Process] = {}
+        self.old = self._start(plan.source)
+        # Beside a training that is measured the new processes start in the shadow; else at once, to save time.
+        self.new: dict[int, Process] = {} if case.trains else self._start(plan.target)
         held = each_its_own(list(self.old.values()), "hold", [(plan.source[slot], True) for slot in self.old])
         self.shared = dict(zip(self.old, held, strict=True))
 
-    def _start(self, slots: Sequence[int]) -> dict[int, Process]:
-        started = {slot: start_rank(slot, self.use_cpu) for slot in slots}
-        call_all(list(started.values()), "ready")
-        return started
+    def _start(self, layouts: Iterable[RankLayout]) -> dict[int, Process]:
+        return {slot: start_rank(slot, self.use_cpu) for slot, layout in enumerate(layouts) if layout}
 
     @property
     def members(self) -> list[Process]:
@@ -81,7 +80,7 @@ class Generations:
     def start_new(self) -> int:
         """Everything that can be done before the pause; the bytes of staging of the rank with most."""
         plan = self.plan
-        self.new = self._start([slot for slot, layout in enumerate(plan.target) if layout])
+        self.new = self.new or self._start(plan.target)
         each_its_own(list(self.new.values()), "hold", [(plan.target[slot], False) for slot in self.new])
         members, group = self.members, f"handover-{time.monotonic_ns()}"
         opened = each_its_own(members, "open", [(group, rank, len(members)) for rank in range(len(members))])
@@ -110,8 +109,7 @@ class Generations:
         return {"handover_s": end - start, "compare_s": end - compared, "reports": reports}
 
     def end(self) -> None:
-        for process in (*self.new.values(), *self.old.values()):
-            process.end()
+        end_all([*self.new.values(), *self.old.values()])
 
 
 def run_case(case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes: int, direct_nbytes: int) -> Any:
@@ -267,6 +265,5 @@ def measure_rates(use_cpu: bool) -> dict[str, float]:
         copy = min([*call_all(ranks[:1], "copy_rate", (4 if use_cpu else 8192) * MIB)])
         call_all(ranks, "close")
     finally:
-        for rank in ranks:
-            rank.end()
+        end_all(ranks)
     return {"line_bytes_per_s": line, "copy_bytes_per_s": copy}
