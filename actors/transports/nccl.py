@@ -186,15 +186,13 @@ class NcclTransport(Transport):
 
     def _abort(self) -> None:
         got = self._in_nccl.acquire(timeout=ABORT_GRACE_S)
-        try:
-            with self._taking:
-                communicator, self._communicator = self._communicator, None
-            if communicator is not None:
-                with suppress(RuntimeError, KeyError):
-                    communicator.abort()
-        finally:
-            if got:
-                self._in_nccl.release()
+        with self._taking:
+            communicator, self._communicator = self._communicator, None
+        if got:  # before the abort: should that hang, nobody waits here for it
+            self._in_nccl.release()
+        if communicator is not None:
+            with suppress(RuntimeError, KeyError):
+                communicator.abort()
 
     def destroy_group(self) -> None:
         """Abort rather than destroy: it frees the same, and never waits for a peer."""

@@ -42,6 +42,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.timeout(400)
 def test_resizes_fail_one_after_the_other_and_the_old_generation_goes_on(nodes: Any, tmp_path: Path) -> None:
     """From ZeRO-1 on two ranks. In a resize to one, the old rank that leaves is a member beside the new one."""
     nodes.add(2)
