@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from moves import DAMAGES, MODEL, TWINS, part_of, plan_between, same_bytes, tensor_parallel, views_for
 from processes import Board, join_group, run_processes, wait_gone
 from slices import HOWS, memory
-from test_mover import DAMAGES, MODEL, TWINS, part_of, plan_between, same_bytes, tensor_parallel, views_for
 
 from ray_etc.actors import sharing
 from ray_etc.actors.certificate import compare
