@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slices import HOWS, memory, slice_pairs
+from slices import DTYPES, HOWS, memory
 
 from ray_etc.actors import sums
 from ray_etc.actors.kernels.tiles import copy_and_sum
@@ -35,6 +35,14 @@ def launch(jobs: list[Job], totals: torch.Tensor, programs: int = 3, ticket: tor
         ARRIVED=arrived,
         TICKETS=ticket is not None,
     )
+
+
+@st.composite
+def slice_pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 8, 16, 31]), min_size=0, max_size=4))
+    itemsize = draw(st.sampled_from(sorted(DTYPES)))
+    source = memory(shape, itemsize, draw(st.sampled_from(HOWS)), True)
+    return source, memory(shape, itemsize, draw(st.sampled_from(HOWS)), False)
 
 
 @settings(max_examples=25, deadline=None)
