@@ -52,7 +52,7 @@ def compare(elastic: dict[str, Any], restarts: dict[str, Any]) -> dict[str, Any]
     pauses = {each["resize"]: each["pause_s"] for each in elastic["resizes"]}
     compared: dict[str, Any] = {}
     for direction, resize in (("grow", "tp1_to_tp2"), ("shrink", "tp2_to_tp1")):
-        ways = [each for each in restarts["restarts"] if each["resize"] == direction]
+        ways = [each for each in restarts["restarts"] if each["resize"] == direction and "error" not in each]
         if ways and resize in pauses:
             fastest = min(ways, key=lambda each: each["restart_s"])
             compared[direction] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -157,14 +158,14 @@ def as_dtensors(task: Task) -> State:
 class Job:
     """The processes of one configuration, and when each part of their start was over."""
 
-    def __init__(self, parallel: ParallelConfig, config: dict[str, Any], use_cpu: bool, folder: Path) -> None:
+    def __init__(self, parallel: ParallelConfig, config: dict[str, Any], use_cpu: bool) -> None:
         self.moments: list[tuple[str, float]] = []
+        self._store = Path(tempfile.gettempdir(), f"ray_etc-store-{uuid.uuid4().hex}")
         self._ranks = [Process(TrainingRank, environment=ENVIRONMENT) for _ in range(parallel.world_size)]
         try:
             self._timed("start", "ready")
             self._timed("import", "import_modules")
-            store = str(folder / f"store-{uuid.uuid4().hex}")
-            arguments = [(rank, parallel, store, config, use_cpu) for rank in range(parallel.world_size)]
+            arguments = [(rank, parallel, str(self._store), config, use_cpu) for rank in range(parallel.world_size)]
             self.state_nbytes = sum(each_its_own(self._ranks, "build", arguments))
             self.moments.append(("build", time.time()))
         except BaseException:
@@ -180,6 +181,7 @@ class Job:
     def kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
+        self._store.unlink(missing_ok=True)
 
     def _timed(self, part: str, method: str) -> None:
         self.call(method)
@@ -203,7 +205,7 @@ def measure_restarts(
         has_time_for: whether so many more seconds may be spent; what there is no time for is left out, and named.
     """
     result: dict[str, Any] = {"restarts": [], "left_out": []}
-    job = Job(SHAPES["shrink"], config, use_cpu, folders["memory"])
+    job = Job(SHAPES["shrink"], config, use_cpu)
     try:
         unbroken = {step.number: step.loss for step in job.train(unbroken_steps)}
         result["state_nbytes"] = job.state_nbytes
@@ -223,19 +225,28 @@ def measure_restarts(
                 result["left_out"].append({**what, "bytes_free": free})
                 continue
             began = time.monotonic()
-            with _checkpoint_folder(folders[way.place]) as folder:
-                job, steps, figures = _restart(job, way, SHAPES[direction], config, use_cpu, folder)
-            difference = largest_difference({step.number: step.loss for step in steps}, losses)
-            result["restarts"].append({**what, **figures, "loss_difference_from_elastic": difference})
+            try:
+                with _checkpoint_folder(folders[way.place]) as folder:
+                    job, steps, figures = _restart(job, way, SHAPES[direction], config, use_cpu, folder)
+            except Exception as error:  # the others are still worth their time, from a new run
+                figures = {"error": f"{type(error).__name__}: {error}"}
+                job.kill()
+                job = Job(SHAPES[direction], config, use_cpu)
+            else:
+                difference = largest_difference({step.number: step.loss for step in steps}, losses)
+                figures["loss_difference_from_elastic"] = difference
+            result["restarts"].append({**what, **figures})
             keep(result)
             longest_s = max(longest_s, time.monotonic() - began)
     finally:
         job.kill()
     differences = [
         result["loss_difference_from_unbroken"],
-        *(each["loss_difference_from_elastic"] for each in result["restarts"]),
+        *(each.get("loss_difference_from_elastic") for each in result["restarts"]),
     ]
-    result["is_right"] = all(each is None or each < SAME_LOSS for each in differences)
+    result["is_right"] = not any("error" in each for each in result["restarts"]) and all(
+        each is None or each < SAME_LOSS for each in differences
+    )
     keep(result)
     return result
 
@@ -276,7 +287,7 @@ def _restart(
         done("save")
     job.kill()
     done("stop")
-    new = Job(parallel, config, use_cpu, folder.parent)
+    new = Job(parallel, config, use_cpu)
     try:
         moments += new.moments
         new.call("load", way.format, str(folder))
