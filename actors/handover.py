@@ -71,7 +71,11 @@ class Handover:
         self._members: list[Any] = []
 
     def carry_out(self) -> None:
-        """Everything up to and with the commit. On any exception call `abort`."""
+        """Everything up to and with the commit. On any exception call `abort`.
+
+        Raises:
+            StateLost: the old generation has lost ranks, or released its state, and the new one did not come to begin.
+        """
         if self._old.dead:
             with self._record.phase("quiesce"):
                 boundaries = quiesce.freeze(self._old, self._wait, self._timeout_s)
@@ -86,15 +90,28 @@ class Handover:
             self._tight.carry_out()
         else:
             self._move_and_certify(plan)
-        self._load_and_commit(boundaries)
+        try:
+            self._load_and_commit(boundaries)
+        except Exception as error:
+            if self._is_past_return:
+                raise StateLost(
+                    f"the new generation has the whole state but did not begin: {type(error).__name__}: {error}; the "
+                    "old one has released it: start again from a checkpoint"
+                ) from error
+            raise
+
+    @property
+    def _is_past_return(self) -> bool:
+        """Whether the old generation has released any of its state, and so cannot go on."""
+        return self._has_released or (self._tight is not None and self._tight.is_past_return)
 
     def abort(self) -> None:
         """Drop the new generation; the old one goes on with the step after the one it paused at, if it still can."""
         self._new.kill()
-        if self._has_released or (self._tight is not None and self._tight.is_past_return):
+        if self._is_past_return:
             return
         for rank in self._old.survivors():
-            self._old.ranks[rank].end_migration.remote(self._group)
+            self._old.ranks[rank].end_migration.remote(self._group, True)
             if not self._old.dead:  # without its peers a rank could not finish another step
                 self._old.ranks[rank].resume.remote()
 
@@ -157,7 +174,7 @@ class Handover:
 
     def _release_old(self) -> None:
         """Make room for the first step of the new generation, which has everything."""
-        ending = [member.end_migration.remote(self._group) for member in self._members]
+        ending = [member.end_migration.remote(self._group, False) for member in self._members]
         self._wait(ending, self._timeout_s, "the new generation to let go of the old one's memory")
         self._has_released = True
         releasing = [rank.release.remote() for rank in self._old.ranks]
@@ -190,7 +207,9 @@ class Handover:
     def _move_and_certify(self, plan: MigrationPlan) -> None:
         with self._record.phase("move"):
             reports = self._wait(
-                [m.move.remote(self._timeout_s) for m in self._members], self._timeout_s, "the state to move"
+                [m.move.remote(self._group, self._timeout_s) for m in self._members],
+                self._timeout_s,
+                "the state to move",
             )
         for part in ("local", "wire", "certify"):
             self._record.phases[part] = max(getattr(report, f"{part}_s") for report in reports)
@@ -216,4 +235,4 @@ class Handover:
             beginning = [member.begin.remote(next_step) for member in self._new.ranks]
             self._wait(beginning, self._timeout_s, "the new generation to begin")
         for member in self._members:
-            member.end_migration.remote(self._group)
+            member.end_migration.remote(self._group, False)

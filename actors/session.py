@@ -7,6 +7,7 @@ stuck in a collective.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -97,7 +98,8 @@ class Session:
         self.state: TrainState | None = None
         self.total_steps = 0
         self.on_move_event: Callable[[str], None] = lambda event: None
-        """Told of each stage of a move of this rank (see `Mover.run`); tests script faults with it."""
+        """Told of each stage of a resize that this rank takes part in: "connect" and "prepare" where that begins, then
+        those of `Mover.run`. Tests script faults with it."""
         self._changed = threading.Condition()
         self._load: Load | None = None
         self._first_step: int | None = None
@@ -215,8 +217,10 @@ class Session:
 
     def _trim(self) -> None:
         """At the first boundary give cached memory back; at the next, what a step needs has been taken again."""
-        if self._trims_left == 2 and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if self._trims_left == 2:
+            gc.collect()  # the traceback of what failed may hold buffers
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         with self._changed:
             self._trims_left -= 1
             self._changed.notify_all()
@@ -250,8 +254,8 @@ class Session:
 
     def trim(self, timeout_s: float) -> None:
         """Have the train loop give back what torch's allocator keeps beyond the needs of a step; waits for that."""
+        self.give_memory_back()
         with self._changed:
-            self._trims_left = 2
             self._changed.wait_for(lambda: not self._trims_left or self._is_over, timeout_s)
 
     def progress(self) -> Progress:
@@ -290,6 +294,10 @@ class Session:
         with self._changed:
             self._last_step, self._is_paused = None, False
             self._changed.notify_all()
+
+    def give_memory_back(self) -> None:
+        """Have the train thread return cached GPU memory after its step: that waits for the GPU, so no other may."""
+        self._trims_left = 2
 
     def replace(self) -> None:
         """The next generation has everything: leave the train loop."""

@@ -156,7 +156,7 @@ class Controller:
                 self._drain_not_before = time.monotonic() + RETRY_DRAIN_S
             self._give_up(record, error)
             if isinstance(error, StateLost):
-                raise
+                raise error.__cause__ if isinstance(error.__cause__, Stopped) else error from None
         else:
             self._commit(old, new, record)
         finally:
