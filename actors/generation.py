@@ -74,10 +74,12 @@ class Generation:
             )
         return generation
 
-    def start_loops(self, store: tuple[str, int], job: TrainJob) -> None:
+    def start_loops(self, store: tuple[str, int], job: TrainJob, is_emptied: bool) -> None:
+        """Have every rank build its model, which is emptied for a tight handover or not."""
         limit = (job.resources.get("GPU", 0.0), job.slot_nbytes)
         self.outcome_refs = [
-            rank.train.remote(job.loop, job.config, store, job.start_timeout_s, limit) for rank in self.ranks
+            rank.train.remote(job.loop, job.config, store, job.start_timeout_s, limit, is_emptied)
+            for rank in self.ranks
         ]
 
     def share(self, shared: Sequence[SharedMemory]) -> None:

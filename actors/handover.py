@@ -37,7 +37,7 @@ def start_generation(generation: Generation, job: TrainJob, wait: Wait, is_empti
     """
     timeout_s = job.start_timeout_s
     [store] = wait([generation.ranks[0].open_store.remote(timeout_s)], timeout_s, "rank 0 to start")
-    generation.start_loops(store, job)
+    generation.start_loops(store, job, is_emptied)
     entering = [rank.wait_entered.remote(timeout_s, is_emptied) for rank in generation.ranks]
     entered = wait(entering, timeout_s, f"generation {generation.number} to build its model")
     if None in entered:

@@ -18,12 +18,19 @@ MOST_OF_SLOT = 8
 """Training leaves at most one in so many bytes of its slot free, however small the GPU."""
 
 
-def limit_training(share: float, limit_nbytes: int | None) -> None:
-    """Leave room for the next generation's shadow on this process's GPU, of which it has `share`."""
-    total = torch.cuda.get_device_properties(0).total_memory
+def training_nbytes(total: int, share: float, limit_nbytes: int | None) -> float:
+    """What torch may take of a GPU of `total` bytes for training, so that the next generation's shadow fits beside it.
+
+    `share` is that of its slot, `limit_nbytes` what all processes of the slot may have, if that is less.
+    """
     slot = min(share * total, limit_nbytes or total)
-    headroom = min(SHADOW_NBYTES + 2 * STAGING_BUFFERS * STAGING_NBYTES, slot / MOST_OF_SLOT)
-    torch.cuda.set_per_process_memory_fraction((slot - headroom) / total, 0)
+    return slot - min(SHADOW_NBYTES + 2 * STAGING_BUFFERS * STAGING_NBYTES, slot / MOST_OF_SLOT)
+
+
+def limit_training(share: float, limit_nbytes: int | None) -> None:
+    """Hold torch to `training_nbytes` on this process's GPU."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(training_nbytes(total, share, limit_nbytes) / total, 0)
 
 
 class StateMemory:

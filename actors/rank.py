@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from ray_etc.actors import sharing
 from ray_etc.actors.errors import ResizeFailed
+from ray_etc.actors.managed import ManagedMemory
 from ray_etc.actors.memory import StateMemory, limit_training
 from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced, Usage
 from ray_etc.actors.mover import Mover, MoveReport
@@ -46,6 +48,7 @@ class Rank:
         self._session = open_session(context)
         self._context = context
         self._store: dist.TCPStore | None = None
+        self._managed: ManagedMemory | None = None
         self._memory: StateMemory | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
@@ -69,13 +72,21 @@ class Rank:
         store: tuple[str, int],
         timeout_s: float,
         limit: tuple[float, int | None],
+        is_emptied: bool,
     ) -> Outcome:
-        """Join the generation's process group and run the user's loop to its end, within `limit`: its share of a GPU,
-        and what all processes of a slot may have of its memory."""
+        """Join the generation's process group and run the user's loop to its end.
+
+        `limit` is its share of a GPU, and what all processes of a slot may have of its memory. Where the state is
+        emptied once it is built, it is built in managed memory.
+        """
         try:
-            if torch.cuda.is_available():
-                limit_training(*limit)
             self._join_world(store, timeout_s)
+            if torch.cuda.is_available() and is_emptied:
+                self._managed = ManagedMemory()
+                self._session.on_enter = partial(self._end_build, limit)
+                self._managed.begin()
+            elif torch.cuda.is_available():
+                limit_training(*limit)
             value = loop(config) if config is not None else loop()
             if self._session.state is None:
                 raise RuntimeError(
@@ -99,6 +110,8 @@ class Rank:
         self._memory = StateMemory(state.views(), state.scratch)
         if is_emptied:
             self._memory.empty()
+            if self._managed is not None:
+                self._managed.drop()
         shared = None if is_emptied else self._memory.share()
         return Entered(state.layout(), shared, self._memory.allocations, state.derived)
 
@@ -246,6 +259,11 @@ class Rank:
         memory.empty_scratch()
         memory.release(range(len(memory.allocations.nbytes)) if numbers is None else numbers)
         return held
+
+    def _end_build(self, limit: tuple[float, int | None]) -> None:
+        assert self._managed is not None
+        self._managed.end()
+        limit_training(*limit)  # managed memory would count
 
     def _held_memory(self) -> StateMemory:
         assert self._memory is not None, "the train loop has not entered ray_etc.steps()"

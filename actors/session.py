@@ -100,6 +100,8 @@ class Session:
         self.on_move_event: Callable[[str], None] = lambda event: None
         """Told of each stage of a resize that this rank takes part in: "connect" and "prepare" where that begins, then
         those of `Mover.run`. Tests script faults with it."""
+        self.on_enter: Callable[[], None] = lambda: None
+        """Called on the train thread once the model is built."""
         self._changed = threading.Condition()
         self._load: Load | None = None
         self._first_step: int | None = None
@@ -161,6 +163,7 @@ class Session:
             )
         if self.state is not None:
             raise RuntimeError("ray_etc.steps() was entered twice; a train loop has one")
+        self.on_enter()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what the model was built with, before another stream writes over it
         for optimizer in state.optimizers:

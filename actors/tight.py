@@ -44,6 +44,8 @@ class TightMove:
         self._group, self._wait, self._timeout_s, self._record = group, wait, timeout_s, record
         self._derived: Mapping[Key, Key] = old.derived
         self._shared = {slot.slot_id: each.shared for slot, each in zip(old.slots, old.entered, strict=True)}
+        self.peak = np.zeros(len(plan.slots), dtype=np.int64)
+        """What the processes of each slot had allocated at the worst moment so far, in bytes."""
         self.is_past_return = False
         """Whether the old generation has released any of its state."""
 
@@ -57,7 +59,6 @@ class TightMove:
         if casts:
             with self._record.phase("check_derived"):
                 self._wait([rank.check_derived.remote() for rank in self._old.ranks], self._timeout_s, "weights")
-        peak = np.zeros(len(self._plan.slots), dtype=np.int64)
         held = self._release(self._phased.dropped)
         for index in range(len(self._phased.phases)):
             try:
@@ -70,8 +71,8 @@ class TightMove:
                 raise
             for rank, slot_id in enumerate(self._plan.slots):
                 of_old = held.get(slot_id, 0) if slot_id in self._new.slot_ids else 0  # else the old rank is the member
-                peak[rank] = max(peak[rank], reports[rank].nbytes_peak + of_old)
-        self._record.nbytes_peak = int(peak.max())
+                self.peak[rank] = max(self.peak[rank], reports[rank].nbytes_peak + of_old)
+        self._record.nbytes_peak = int(self.peak.max())
         shared = self._wait(
             [rank.fill.remote() for rank in self._new.ranks], self._timeout_s, "the memory to be shared"
         )
