@@ -31,8 +31,8 @@ class ManagedMemory:
         self._nbytes: dict[int, int] = {}
         self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))
         self._forever.append(self)
-        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self._functions]
-        self._pool: Any = torch.cuda.MemPool(torch._C._cuda_customAllocator(*addresses))
+        allocate, free = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
+        self._pool: Any = torch.cuda.MemPool(torch._C._cuda_customAllocator(allocate, free))
         self._use = torch.cuda.use_mem_pool(self._pool)
 
     def begin(self) -> None:

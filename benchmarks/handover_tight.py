@@ -186,12 +186,15 @@ def run_tight(case: Case, use_cpu: bool, staging_nbytes: int, fills: bool = Fals
         ]
         result: dict[str, Any] = {"case": case.name, "source": str(case.source), "target": str(case.target)}
         old_one, new_one = generations
-        allocations = [{s.slot_id: e.allocations for s, e in zip(g.slots, g.entered, strict=True)} for g in generations]
-        phased: PhasedPlan | None = cut_in_phases(plan, *allocations, old_one.derived)
+        held, wanted = (
+            {slot.slot_id: each.allocations for slot, each in zip(side.slots, side.entered, strict=True)}
+            for side in generations
+        )
+        phased: PhasedPlan | None = cut_in_phases(plan, held, wanted, old_one.derived)
         if fills:
             usages = dict(enumerate(call_all([process for process in old if process], "usage")))
             limit = None if not use_cpu else int(phased.peak.max()) if phased else None
-            choice = Headroom(old_one, limit, usages).choose(plan, allocations[1])
+            choice = Headroom(old_one, limit, usages).choose(plan, wanted)
             phased = choice.phased
             result |= {"chosen_mode": choice.mode, "layers": case.model.num_layers}
             if not use_cpu:
