@@ -124,6 +124,8 @@ class Handover:
             if phased is None:
                 self._hand_out(plan, sources)
             else:
+                warming = [member.warm_up.remote() for member in self._members]
+                self._wait(warming, self._job.start_timeout_s, "kernels to be compiled")
                 self._tight = TightMove(
                     *(plan, phased, self._old, self._new, self._members, self._group),
                     *(self._wait, self._timeout_s, self._record),
@@ -142,6 +144,8 @@ class Handover:
         choice = self._headroom.choose(plan, allocations)
         was_expected_tight, self._record.memory_mode = self._record.memory_mode == "tight", choice.mode
         self._record.nbytes_peak_predicted, self._releases_early = choice.nbytes_peak, choice.releases_early
+        if choice.phased is not None:
+            self._record.nbytes_wire, self._record.nbytes_local = choice.phased.nbytes_wire, choice.phased.nbytes_local
         if choice.phased is not None and not was_expected_tight:
             raise ResizeFailed(
                 f"the new ranks hold more than was expected, {size(choice.nbytes_peak)} at most: too much beside the "

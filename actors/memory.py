@@ -23,7 +23,7 @@ def training_nbytes(total: int, share: float, limit_nbytes: int | None) -> float
 
     `share` is that of its slot, `limit_nbytes` what all processes of the slot may have, if that is less.
     """
-    slot = min(share * total, limit_nbytes or total)
+    slot = min((share or 1.0) * total, limit_nbytes or total)
     return slot - min(SHADOW_NBYTES + 2 * STAGING_BUFFERS * STAGING_NBYTES, slot / MOST_OF_SLOT)
 
 

@@ -10,6 +10,7 @@ import torch
 from ray_etc.actors import sharing
 from ray_etc.actors.memory import StateMemory
 from ray_etc.actors.mover import Mover, MoveReport
+from ray_etc.actors.passes import Job, Pass
 from ray_etc.actors.sums import as_integers
 from ray_etc.actors.transports.base import Transport
 from ray_etc.planners.layout import RankLayout
@@ -97,6 +98,26 @@ def move_as_old(
     sources = [views[n] for n in part.held]
     mover = Mover(part.plan, transport, sources, part.source, [], (), memory.device)
     return _run(mover, memory, timeout_s, on_event)
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile and load the kernels of a phase, for slices of up to three dims: its memory comes only in the pause."""
+    if device.type != "cuda":
+        return
+    sums, ticket = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    cube, twin = (torch.zeros(4, 4, 4, dtype=torch.int32, device=device) for _ in range(2))
+    for part in (slice(None), slice(None), slice(None)), (slice(None), 0, slice(None)), (slice(2),) * 3:
+        source, target = cube[part], twin[part]
+        Pass([Job(source, target, left=0, arrived=1)], sums, ticket=ticket)
+        for job in (
+            Job(source, target, left=0, arrived=1),
+            Job(source, target, left=0),
+            Job(source, target, arrived=1),
+            Job(source, None, left=0),
+            Job(None, target, arrived=1),
+        ):
+            Pass([job], sums)
+    torch.cuda.current_stream(device).synchronize()
 
 
 def check_derived(layout: RankLayout, views: Sequence[torch.Tensor], derived: Mapping[Key, Key]) -> None:

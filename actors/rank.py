@@ -24,7 +24,7 @@ from ray_etc.actors.managed import ManagedMemory
 from ray_etc.actors.memory import StateMemory, limit_training
 from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced, Usage
 from ray_etc.actors.mover import Mover, MoveReport
-from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old
+from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old, warm_up
 from ray_etc.actors.session import Context, GenerationReplaced, open_session
 from ray_etc.actors.state import TrainState
 from ray_etc.actors.transports import close_group, get_group, open_group
@@ -233,6 +233,12 @@ class Rank:
         """Make all emptied memory again, scratch too, and share it."""
         self._held_memory().fill()
         return self._held_memory().share()
+
+    @ray.method(concurrency_group="control")
+    def warm_up(self) -> None:
+        """See `phased.warm_up`."""
+        with torch.cuda.stream(self._stream):
+            warm_up(self._held_memory().device)
 
     @ray.method(concurrency_group="control")
     def check_derived(self) -> None:

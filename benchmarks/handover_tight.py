@@ -25,7 +25,7 @@ from ray_etc.actors.generation import Generation
 from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.memory import StateMemory, limit_training, training_nbytes
 from ray_etc.actors.messages import Entered, Usage
-from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old
+from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old, warm_up
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.sums import as_integers
 from ray_etc.actors.tight import TightMove
@@ -87,6 +87,9 @@ class TightRank(Rank):
 
     def usage(self) -> Usage:
         return self._memory.usage()
+
+    def warm_up(self) -> None:
+        warm_up(self.device)
 
     def check_derived(self) -> None:
         check_derived(self._layout, self._views, self._derived)
@@ -217,6 +220,7 @@ def _carry_out(
     processes = [member for member in members if member]
     opened = each_its_own(processes, "open", [("tight", rank, len(processes)) for rank in range(len(processes))])
     call_all(processes, "connect", opened[0])
+    call_all(processes, "warm_up")
     record = ResizeRecord(1, "benchmark", old.parallel, new.parallel)
     move = TightMove(plan, phased, old, new, [Remote(each) for each in processes], "tight", wait, MOVE_S, record)
     start = time.monotonic()
