@@ -65,7 +65,8 @@ class Headroom:
         old = {slot.slot_id: each.allocations for slot, each in zip(self._old.slots, self._old.entered, strict=True)}
         free, given_back, scratch = self._free(plan, memory.after)
         safe_room = free + memory.before - scratch
-        tight_room = free + given_back
+        # Where not even an empty process fits beside the training, there is no shadow to build anything in.
+        tight_room = np.where(free < 0, free, free + given_back)
         if (memory.safe <= safe_room).all():
             steps = given_back - memory.before
             early = bool((memory.safe + np.maximum(steps, 0) > safe_room).any())

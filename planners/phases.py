@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -110,8 +111,7 @@ def cut_in_phases(
     def excess(way: tuple[list[_Step], list[_Step]]) -> float:
         """By how much the peak of moving some steps, then casting others, is above the bound, as a share."""
         moved, cast = way
-        held = before - sum(step.freed for step in cast)
-        peak = np.maximum(_peaks(moved, held), after)
+        peak = np.maximum(_peaks(moved, before - sum(step.freed for step in cast)), after)
         return float(((peak - aim) / np.maximum(larger, 1)).max(initial=0.0))
 
     castable = [step for step in steps if derived and step.tensors <= derived.keys()]
@@ -120,6 +120,7 @@ def cut_in_phases(
         (sorted(steps, key=lambda step: step.is_optimizer), []),
         ([step for step in steps if step not in castable], castable),
     ]
+    ways = [(_balanced(moved, before - sum(step.freed for step in cast), larger), cast) for moved, cast in ways]
     moved, cast = min(ways, key=excess)  # the first of those that are equal
     held = before - sum((step.freed for step in cast), start=np.zeros_like(before))
     groups = _grouped(moved, held, np.maximum(aim, _peaks(moved, held)))
@@ -148,7 +149,13 @@ class _Step:
 
     @property
     def is_optimizer(self) -> bool:
-        return any(kind in TIGHT_ORDER for kind, _ in self.tensors)
+        return self.turn < len(TIGHT_ORDER)
+
+    @property
+    def turn(self) -> int:
+        """When its kind of state is moved."""
+        place = {kind: number for number, kind in enumerate(TIGHT_ORDER)}
+        return min(place.get(kind, len(place)) for kind, _ in self.tensors)
 
 
 def _steps(plan: MigrationPlan, old: Mapping[int, Allocations], new: Mapping[int, Allocations]) -> list[_Step]:
@@ -188,8 +195,29 @@ def _steps(plan: MigrationPlan, old: Mapping[int, Allocations], new: Mapping[int
         )
         for root, keys in members.items()
     ]
-    place = {kind: number for number, kind in enumerate(TIGHT_ORDER)}
-    return sorted(found, key=lambda step: min(place.get(kind, len(place)) for kind, _ in step.tensors))
+    return sorted(found, key=lambda step: step.turn)
+
+
+def _balanced(order: Sequence[_Step], held: np.ndarray, larger: np.ndarray) -> list[_Step]:
+    """Each kind's steps in an order in which no rank gets much of the new state before it has released of its old.
+
+    `held` is what ranks hold before the first, `larger` what they hold at most in the beginning or the end.
+    """
+    found: list[_Step] = []
+    share = 1.0 / np.maximum(larger, 1)
+    for _, group in groupby(order, key=lambda step: step.turn):
+        steps = list(group)
+        taken, freed = (np.array([getattr(step, side) for step in steps]) for side in ("taken", "freed"))
+        left = np.arange(len(steps))
+        while len(left):
+            fullest = ((held + taken[left]) * share).max(axis=1)
+            after = ((held + taken[left] - freed[left]) * share).max(axis=1)
+            at = int(np.lexsort((after, fullest))[0])
+            chosen = int(left[at])
+            left = np.delete(left, at)
+            found.append(steps[chosen])
+            held = held + taken[chosen] - freed[chosen]
+    return found
 
 
 def _peaks(order: Sequence[_Step], held: np.ndarray) -> np.ndarray:
