@@ -23,6 +23,7 @@ from ray_etc.actors.messages import Failed, Finished
 from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import SlotPool
+from ray_etc.actors.standby import Standbys
 from ray_etc.choice import Chooser, largest
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
@@ -48,11 +49,13 @@ PEER_DEATH_S = 20.0
 class Controller:
     """Runs generations until one has trained to the end. `run` is the thread."""
 
-    def __init__(self, job: TrainJob, chooser: Chooser, scaling: ScalingConfig, book: ReportBook) -> None:
+    def __init__(
+        self, job: TrainJob, chooser: Chooser, scaling: ScalingConfig, book: ReportBook, warm_standbys: bool
+    ) -> None:
         self.job, self.scaling, self.book = job, scaling, book
         self.requests = RequestBox(Aim(scaling.max_workers, chooser))
         self.slots = SlotPool(job.resources, label_selector(scaling))
-        self.watch = Watch(self.slots, lambda: self.requests.aim.number)
+        self.watch = Watch(self.slots, lambda: self.requests.aim.number, Standbys(job, warm_standbys))
         self.records: list[ResizeRecord] = []
         self.activity = "starting"
         self._tensors: list[TensorSpec] = []
@@ -104,7 +107,7 @@ class Controller:
         usable = self.slots.usable
         chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in usable}).slot_of_rank
         self.activity = f"starting {parallel}"
-        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job)
+        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job, {})
         self.watch.current = generation
         try:
             start_generation(generation, self.job, self.watch.wait)
@@ -185,7 +188,9 @@ class Controller:
         held = {old.slots[rank].slot_id: old.entered[rank].layout for rank in old.survivors()}
         chosen = place(self._tensors, held, record.parallel_to, nodes).slot_of_rank
         slots = [self.slots[slot_id] for slot_id in chosen]
-        new = self.watch.preparing = Generation.create(record.generation, record.parallel_to, slots, self.job)
+        standbys = self.watch.standbys.take(slots)
+        new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys)
+        self.watch.preparing = new
         handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record)
         try:
             with record.phase("prepare"):
@@ -227,7 +232,10 @@ class Controller:
             return
         progress = self.book.poll(self.current, wait=False)
         first_steps = [(p.first_step_started_at, p.first_step_s) for p in progress if p is not None]
-        if self._unmeasured is None or len(first_steps) < len(progress) or any(None in each for each in first_steps):
+        if len(first_steps) < len(progress) or any(None in each for each in first_steps):
+            return
+        self.current.has_stepped = True
+        if self._unmeasured is None:
             return
         started_at = max(start for start, _ in first_steps if start is not None)
         self._unmeasured.pause_s = started_at - (self._unmeasured.paused_at or started_at)

@@ -21,6 +21,7 @@ def start(
     parallel: ParallelConfig | None = None,
     timeout_s: float = 10.0,
     callbacks: list[Any] | None = None,
+    warm_standbys: bool = False,
     **config: Any,
 ) -> ElasticRun:
     """A run of the toy loop that goes on until `finish`."""
@@ -31,6 +32,7 @@ def start(
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(name="toy", callbacks=callbacks),
         timeout_s=timeout_s,
+        warm_standbys=warm_standbys,
     ).start()
 
 

@@ -108,7 +108,8 @@ def train(config: dict[str, Any]) -> str:
             dist.all_gather(parts, weight.data[optimizer.mine].clone())
             weight.data.copy_(torch.cat(parts))
         cursor.samples += BATCH
-        ray_etc.report({"weight": weight.data[:SIZE].tolist(), "samples": samples, "generation": context.generation})
+        told = {"generation": context.generation, "pid": os.getpid()}
+        ray_etc.report({"weight": weight.data[:SIZE].tolist(), "samples": samples, **told})
         time.sleep(config.get("step_s", 0.02))
         if gradient[1].item():
             break

@@ -1,0 +1,113 @@
+"""Warm processes: one a slot, that has imported what a rank needs and waits to become one of the next generation.
+
+It takes the half of its slot's share that no rank of the running generation has, so it is started once the generation
+before has left, and has no CUDA context, so it costs the GPU nothing. All here is best effort: a slot without a standby
+gets a new process instead, only later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from ray_etc.actors.generation import Generation, TrainJob, start_process
+from ray_etc.actors.slots import Slot
+
+logger = logging.getLogger(__name__)
+
+RESTART_S = 5.0
+"""After a standby that died, wait so long before the next one in its slot."""
+
+
+@dataclass
+class Standby:
+    """`warm` answers with the process id once everything is imported, `until_taken` when it has become a rank."""
+
+    node_id: str | None
+    actor: Any
+    warm: ray.ObjectRef
+    until_taken: ray.ObjectRef
+    pid: int | None = None
+
+    def is_dead(self) -> bool:
+        """Whether the process ended by itself; takes in that it has become warm."""
+        done, _ = ray.wait([self.warm, self.until_taken], num_returns=2, timeout=0)
+        try:
+            answers = dict(zip(done, ray.get(done), strict=True))
+        except RayError as error:
+            logger.info("a standby process died: %s", error)
+            return True
+        self.pid = answers.get(self.warm, self.pid)
+        return False
+
+
+class Standbys:
+    """The standby of each slot that has one. Only the run's thread calls its methods."""
+
+    def __init__(self, job: TrainJob, are_wanted: bool) -> None:
+        self._job, self._are_wanted = job, are_wanted
+        self._standbys: dict[int, Standby] = {}
+        self._not_before: dict[int, float] = {}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes that are warm, by slot."""
+        return {slot_id: each.pid for slot_id, each in list(self._standbys.items()) if each.pid is not None}
+
+    def tend(self, usable: Sequence[Slot], like: Generation | None) -> None:
+        """Let go those whose slot is leaving or that died, and start at most one a node of those that are missing.
+
+        Args:
+            usable: the slots that should have one.
+            like: the generation whose rank 0 tells what to import; None: start nothing now.
+        """
+        slots = {slot.slot_id: slot for slot in usable}
+        for slot_id, standby in list(self._standbys.items()):
+            if slot_id not in slots:
+                self._end(slot_id)
+            elif standby.is_dead():
+                self._end(slot_id)
+                self._not_before[slot_id] = time.monotonic() + RESTART_S
+        if not self._are_wanted or like is None:
+            return
+        busy = {standby.node_id for standby in self._standbys.values() if standby.pid is None}
+        for slot in usable:
+            has_time = time.monotonic() > self._not_before.get(slot.slot_id, 0.0)
+            if slot.slot_id not in self._standbys and slot.node_id not in busy and has_time:
+                self._standbys[slot.slot_id] = self._start(slot, like)
+                busy.add(slot.node_id)
+
+    def take(self, slots: Sequence[Slot]) -> dict[int, Any]:
+        """The living processes for these slots, by slot; they are standbys no longer.
+
+        One that is still importing is taken too: it is further than a new one would be.
+        """
+        taken: dict[int, Any] = {}
+        for slot in slots:
+            standby = self._standbys.get(slot.slot_id)
+            if standby is None:
+                continue
+            if standby.is_dead():
+                self._end(slot.slot_id)
+            else:
+                taken[slot.slot_id] = self._standbys.pop(slot.slot_id).actor
+        return taken
+
+    def close(self) -> None:
+        for slot_id in list(self._standbys):
+            self._end(slot_id)
+
+    def _start(self, slot: Slot, like: Generation) -> Standby:
+        actor = start_process(slot, self._job)
+        # From rank to standby, not through the driver.
+        modules = like.ranks[0].modules.remote()
+        return Standby(slot.node_id, actor, actor.warm.remote(modules), actor.wait_taken.remote())
+
+    def _end(self, slot_id: int) -> None:
+        ray.kill(self._standbys.pop(slot_id).actor, no_restart=True)
