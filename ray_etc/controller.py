@@ -245,6 +245,11 @@ class Controller:
     def _has_settled(self) -> bool:
         return time.monotonic() - max(self.slots.last_change, self.watch.last_death) > SETTLE_S
 
+    def _warm(self, current: Generation) -> tuple[int, ...]:
+        """Usable slots with a warm standby; none where one of a survivor's slots is not among them."""
+        usable, warm = {slot.slot_id for slot in self.slots.usable}, self.watch.standbys.pids.keys()
+        return tuple(sorted(usable & warm)) if current.living_slot_ids & usable <= warm else ()
+
     def _situation(self, current: Generation) -> Situation:
         may_move_away = time.monotonic() > self._drain_not_before
         deaths_settled = time.monotonic() - self.watch.last_death > SETTLE_S
@@ -257,6 +262,7 @@ class Controller:
                 if slot.slot_id in current.slot_ids and may_move_away and not current.dead
             },
             dead_ranks=tuple(sorted(current.dead)) if deaths_settled else (),
+            warm=self._warm(current) if current.dead else (),
             requested=self.requests.parallel if self._unmeasured is None and not current.dead else None,
             at_least=self.scaling.min_workers,
             at_most=self.requests.aim.number,
