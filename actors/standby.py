@@ -1,8 +1,8 @@
 """Warm processes: one a slot, that has imported what a rank needs and waits to become one of the next generation.
 
 It takes the half of its slot's share that no rank of the running generation has, so it is started once the generation
-before has left, and has no CUDA context, so it costs the GPU nothing. All here is best effort: a slot without a standby
-gets a new process instead, only later.
+before has left. It should cost the training nothing: it has no CUDA context, and imports in idle time, on each node one
+process after the other. All here is best effort: where no standby is warm, a new process does.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 RESTART_S = 5.0
 """After a standby that died, wait so long before the next one in its slot."""
 
+IDLE_PATIENCE_S = 30.0
+"""A process that is not warm by then is on a node without idle time; the next one there imports as any process does."""
+
 
 @dataclass
 class Standby:
@@ -33,7 +36,12 @@ class Standby:
     actor: Any
     warm: ray.ObjectRef
     until_taken: ray.ObjectRef
+    started_at: float
     pid: int | None = None
+
+    @property
+    def is_starved(self) -> bool:
+        return self.pid is None and time.monotonic() - self.started_at > IDLE_PATIENCE_S
 
     def is_dead(self) -> bool:
         """Whether the process ended by itself; takes in that it has become warm."""
@@ -54,6 +62,7 @@ class Standbys:
         self._job, self._are_wanted = job, are_wanted
         self._standbys: dict[int, Standby] = {}
         self._not_before: dict[int, float] = {}
+        self._busy_nodes: set[str | None] = set()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -74,30 +83,35 @@ class Standbys:
             elif standby.is_dead():
                 self._end(slot_id)
                 self._not_before[slot_id] = time.monotonic() + RESTART_S
+            elif standby.is_starved and standby.node_id not in self._busy_nodes:
+                self._busy_nodes.add(standby.node_id)
+                self._end(slot_id)
         if not self._are_wanted or like is None:
             return
-        busy = {standby.node_id for standby in self._standbys.values() if standby.pid is None}
+        starting = {standby.node_id for standby in self._standbys.values() if standby.pid is None}
         for slot in usable:
             has_time = time.monotonic() > self._not_before.get(slot.slot_id, 0.0)
-            if slot.slot_id not in self._standbys and slot.node_id not in busy and has_time:
+            if slot.slot_id not in self._standbys and slot.node_id not in starting and has_time:
                 self._standbys[slot.slot_id] = self._start(slot, like)
-                busy.add(slot.node_id)
+                starting.add(slot.node_id)
 
     def take(self, slots: Sequence[Slot]) -> dict[int, Any]:
-        """The living processes for these slots, by slot; they are standbys no longer.
+        """The living processes for these slots that are warm, by slot; they are standbys no longer.
 
-        One that is still importing is taken too: it is further than a new one would be.
+        One that is still importing does so in idle time, which may take for ever: a new process is quicker.
         """
         taken: dict[int, Any] = {}
-        for slot in slots:
-            standby = self._standbys.get(slot.slot_id)
-            if standby is None:
-                continue
-            if standby.is_dead():
-                self._end(slot.slot_id)
+        for slot_id in {slot.slot_id for slot in slots} & self._standbys.keys():
+            standby = self._standbys[slot_id]
+            if standby.is_dead() or standby.pid is None:
+                self._end(slot_id)
             else:
-                taken[slot.slot_id] = self._standbys.pop(slot.slot_id).actor
+                taken[slot_id] = self._standbys.pop(slot_id).actor
         return taken
+
+    def are_warm(self, slots: Sequence[Slot]) -> bool:
+        """Whether all of these slots have one that is warm, as far as they should."""
+        return not self._are_wanted or {slot.slot_id for slot in slots} <= self.pids.keys()
 
     def close(self) -> None:
         for slot_id in list(self._standbys):
@@ -107,7 +121,8 @@ class Standbys:
         actor = start_process(slot, self._job)
         # From rank to standby, not through the driver.
         modules = like.ranks[0].modules.remote()
-        return Standby(slot.node_id, actor, actor.warm.remote(modules), actor.wait_taken.remote())
+        warm = actor.warm.remote(modules, slot.node_id not in self._busy_nodes)
+        return Standby(slot.node_id, actor, warm, actor.wait_taken.remote(), time.monotonic())
 
     def _end(self, slot_id: int) -> None:
         ray.kill(self._standbys.pop(slot_id).actor, no_restart=True)

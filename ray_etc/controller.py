@@ -23,7 +23,7 @@ from ray_etc.actors.messages import Failed, Finished
 from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import SlotPool
-from ray_etc.actors.standby import Standbys
+from ray_etc.actors.standby import IDLE_PATIENCE_S, Standbys
 from ray_etc.choice import Chooser, largest
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
@@ -245,6 +245,12 @@ class Controller:
     def _has_settled(self) -> bool:
         return time.monotonic() - max(self.slots.last_change, self.watch.last_death) > SETTLE_S
 
+    def _may_grow(self, current: Generation) -> bool:
+        """Not before the standbys of new slots are warm, so that starting costs the training nothing, if that helps."""
+        waited_s = time.monotonic() - self.slots.last_change
+        is_ready = self.watch.standbys.are_warm(self.slots.usable) or waited_s > IDLE_PATIENCE_S
+        return self._has_settled() and is_ready and time.monotonic() > self._grow_not_before and not current.dead
+
     def _warm(self, current: Generation) -> tuple[int, ...]:
         """Usable slots with a warm standby; none where one of a survivor's slots is not among them."""
         usable, warm = {slot.slot_id for slot in self.slots.usable}, self.watch.standbys.pids.keys()
@@ -266,7 +272,7 @@ class Controller:
             requested=self.requests.parallel if self._unmeasured is None and not current.dead else None,
             at_least=self.scaling.min_workers,
             at_most=self.requests.aim.number,
-            is_settled=self._has_settled() and time.monotonic() > self._grow_not_before and not current.dead,
+            is_settled=self._may_grow(current),
         )
 
     def check(self, parallel: ParallelConfig) -> str | None:
