@@ -58,11 +58,17 @@ class Generation:
 
     @classmethod
     def create(
-        cls, number: int, parallel: ParallelConfig, slots: Sequence[Slot], job: TrainJob, standbys: Mapping[int, Any]
+        cls,
+        number: int,
+        parallel: ParallelConfig,
+        slots: Sequence[Slot],
+        job: TrainJob,
+        standbys: Mapping[int, Any],
+        about_step: int,
     ) -> Generation:
-        """One process in each slot: its standby where there is one, else a new one."""
+        """One process in each slot: its standby where there is one, else a new one. For `about_step` see `Context`."""
         generation = cls(number, parallel, list(slots))
-        for context in _contexts(number, parallel, slots, job.name):
+        for context in _contexts(number, parallel, slots, job.name, about_step):
             slot = slots[context.world_rank]
             rank = standbys.get(slot.slot_id) or start_process(slot, job)
             generation.ranks.append(rank)
@@ -120,12 +126,15 @@ def _environment(slot: Slot, context: Context, job: TrainJob) -> dict[str, str]:
     return environment
 
 
-def _contexts(number: int, parallel: ParallelConfig, slots: Sequence[Slot], name: str) -> list[Context]:
+def _contexts(
+    number: int, parallel: ParallelConfig, slots: Sequence[Slot], name: str, about_step: int
+) -> list[Context]:
     nodes = [slot.node_id for slot in slots]
     node_ranks: Mapping[str | None, int] = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
     sizes, seen = Counter(nodes), defaultdict[str | None, int](int)
     contexts = []
     for rank, (slot, node) in enumerate(zip(slots, nodes, strict=True)):
-        contexts.append(Context(name, number, parallel, rank, seen[node], sizes[node], node_ranks[node], slot.slot_id))
+        local = seen[node], sizes[node], node_ranks[node]
+        contexts.append(Context(name, number, parallel, rank, *local, slot.slot_id, about_step))
         seen[node] += 1
     return contexts

@@ -18,17 +18,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-os.environ.setdefault("RAY_worker_niceness", "0")
-
-from benchmarks.processes import Process, call_all  # noqa: E402
-from benchmarks.provenance import provenance  # noqa: E402
-from benchmarks.shadow_training import Trainer, train  # noqa: E402
+from benchmarks.processes import Process, call_all
+from benchmarks.provenance import provenance
+from benchmarks.shadow_training import Trainer, train
+from ray_etc.demo.options import set_environment
 
 RANKS = 2
 ALONE_S = 4.0
@@ -108,12 +107,10 @@ def _start(function: str, at_once: bool, modules: str, limit_s: float) -> bool:
 
 @contextmanager
 def _cluster(use_gpu: bool) -> Iterator[None]:
+    set_environment()
     import ray
     from ray.cluster_utils import Cluster
 
-    from ray_etc.demo.options import set_environment
-
-    set_environment()
     node = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, **node})
     try:
@@ -143,7 +140,7 @@ def _run(use_gpu: bool, is_zero: bool, warm_standbys: bool, **config: Any) -> An
     return run
 
 
-def _await(run: Any, condition: Any, timeout_s: float = 600.0) -> None:
+def _await(run: Any, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline or run.status().activity == "ended":
@@ -158,8 +155,7 @@ def recoveries(use_gpu: bool) -> list[dict[str, Any]]:
         run = _run(use_gpu, False, warm)
         if warm:
             _await(run, lambda run=run: run.status().standbys_warm == RANKS)
-        step = max(run.reports)
-        victim = next(metrics["pid"] for [metrics] in [run.reports[step][max(run.reports[step])]])
+        victim = run.reports[0][1][0]["pid"]
         killed = time.time()
         os.kill(victim, signal.SIGKILL)
         _await(run, lambda run=run: bool(run.resizes) and run.resizes[0].pause_s is not None)
@@ -190,7 +186,8 @@ def first_steps(use_gpu: bool, resizes: int) -> dict[str, Any]:
         record = run.resize(parallel=ParallelConfig(data_parallel=RANKS, distributed_optimizer=zero), timeout_s=600.0)
         first[generation % 2 == 1].append(record.phases["first_step"])
         pauses[generation % 2 == 1].append(record.pause_s)
-        _await(run, lambda at=run.status().step: run.status().step >= at + 6)
+        enough = run.status().step + 6
+        _await(run, lambda enough=enough: run.status().step >= enough)
     usual = [metrics["step_s"] for step in sorted(run.reports)[-5:] for [metrics] in run.reports[step].values()]
     run.stop()
     run.result(60.0)

@@ -107,7 +107,7 @@ class Controller:
         usable = self.slots.usable
         chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in usable}).slot_of_rank
         self.activity = f"starting {parallel}"
-        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job, {})
+        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job, {}, 0)
         self.watch.current = generation
         try:
             start_generation(generation, self.job, self.watch.wait)
@@ -189,7 +189,8 @@ class Controller:
         chosen = place(self._tensors, held, record.parallel_to, nodes).slot_of_rank
         slots = [self.slots[slot_id] for slot_id in chosen]
         standbys = self.watch.standbys.take(slots)
-        new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys)
+        about_step = self.book.latest_step + 1
+        new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys, about_step)
         self.watch.preparing = new
         handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record)
         try:

@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ray_etc.actors.session import is_first_generation
+from ray_etc.actors.session import about_step, is_first_generation
 from ray_etc.megatron import cpu
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.data import SampleLoader, open_tokens
@@ -95,7 +95,7 @@ def build(
     )
     task = Task(config, batch, module, megatron_optimizer, scheduler, loader, train_state)
     if not is_first_generation():
-        warm_up(task, parallel)
+        warm_up(task, parallel, about_step())
     return task
 
 

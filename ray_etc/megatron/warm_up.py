@@ -1,7 +1,7 @@
 """One step before the first, so that what is done only once is done while the old generation still trains.
 
 That is: connections of the process groups, handles and workspaces of the GPU libraries, kernels that are loaded or
-compiled at their first use, modules imported inside functions, the order of the samples.
+compiled at their first use, modules imported inside functions, the order of the samples and the pages that hold them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ ROOM = 2
 """Warm up where so many times the memory of a step's activations is free: the running generation uses it, too."""
 
 
-def warm_up(task: Task, parallel: ParallelConfig) -> bool:
+def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
     """Train a step on zeros and undo it. All ranks of a generation call it, before its state arrives.
 
     Zeros, since memory that nothing has written may hold NaN, which would spread to what no move overwrites: the
     padding. From weights of zero come gradients of zero, so weights and moments are zero afterwards, as is the padding.
-    The small state and the gradients are left as they were.
+    The small state, the model's buffers and the gradients are left as they were.
+
+    Args:
+        about_step: where the data is read, as the run will soon do.
 
     Returns:
         False where some rank's GPU has no room for it, and nothing was done.
@@ -35,10 +38,13 @@ def warm_up(task: Task, parallel: ParallelConfig) -> bool:
         logger.info("no warm-up step: too little GPU memory is free beside the running generation")
         return False
     small = SmallState.of(task.state)
-    with torch.no_grad():
-        for view in task.state.views():
-            view.zero_()
+    buffers = [(buffer, buffer.clone()) for buffer in task.model.module.buffers()]
+    for view in task.state.views():
+        view.detach().zero_()
+    task.loader.consumed_samples = about_step * task.batch.global_batch_size
     task.train_step()
+    for buffer, before in buffers:
+        buffer.copy_(before)
     task.model.zero_grad_buffer()
     task.optimizer.zero_grad()
     coordinate = parallel.coordinate(dist.get_rank())
