@@ -30,7 +30,7 @@ IDLE_PATIENCE_S = 30.0
 
 @dataclass
 class Standby:
-    """`warm` answers with the process id once everything is imported, `until_taken` when it has become a rank."""
+    """`warm` answers with the process id once everything is imported; `until_taken` is open until then and beyond."""
 
     node_id: str | None
     actor: Any
@@ -42,17 +42,6 @@ class Standby:
     @property
     def is_starved(self) -> bool:
         return self.pid is None and time.monotonic() - self.started_at > IDLE_PATIENCE_S
-
-    def is_dead(self) -> bool:
-        """Whether the process ended by itself; takes in that it has become warm."""
-        done, _ = ray.wait([self.warm, self.until_taken], num_returns=2, timeout=0)
-        try:
-            answers = dict(zip(done, ray.get(done), strict=True))
-        except RayError as error:
-            logger.info("a standby process died: %s", error)
-            return True
-        self.pid = answers.get(self.warm, self.pid)
-        return False
 
 
 class Standbys:
@@ -76,11 +65,12 @@ class Standbys:
             usable: the slots that should have one.
             like: the generation whose rank 0 tells what to import; None: start nothing now.
         """
-        slots = {slot.slot_id: slot for slot in usable}
+        dead = self._take_in()
+        slot_ids = {slot.slot_id for slot in usable}
         for slot_id, standby in list(self._standbys.items()):
-            if slot_id not in slots:
+            if slot_id not in slot_ids:
                 self._end(slot_id)
-            elif standby.is_dead():
+            elif slot_id in dead:
                 self._end(slot_id)
                 self._not_before[slot_id] = time.monotonic() + RESTART_S
             elif standby.is_starved and standby.node_id not in self._busy_nodes:
@@ -101,9 +91,9 @@ class Standbys:
         One that is still importing does so in idle time, which may take for ever: a new process is quicker.
         """
         taken: dict[int, Any] = {}
+        dead = self._take_in()
         for slot_id in {slot.slot_id for slot in slots} & self._standbys.keys():
-            standby = self._standbys[slot_id]
-            if standby.is_dead() or standby.pid is None:
+            if slot_id in dead or self._standbys[slot_id].pid is None:
                 self._end(slot_id)
             else:
                 taken[slot_id] = self._standbys.pop(slot_id).actor
@@ -116,6 +106,23 @@ class Standbys:
     def close(self) -> None:
         for slot_id in list(self._standbys):
             self._end(slot_id)
+
+    def _take_in(self) -> set[int]:
+        """Note which have become warm; returns the slots whose process has ended by itself."""
+        open_refs = {
+            ref: slot_id
+            for slot_id, each in self._standbys.items()
+            for ref in ((each.warm, each.until_taken) if each.pid is None else (each.until_taken,))
+        }
+        dead = set()
+        for ref in ray.wait(list(open_refs), num_returns=len(open_refs), timeout=0)[0] if open_refs else ():
+            slot_id = open_refs[ref]
+            try:
+                self._standbys[slot_id].pid = ray.get(ref)
+            except RayError as error:
+                logger.info("the standby process of slot %d died: %s", slot_id, error)
+                dead.add(slot_id)
+        return dead
 
     def _start(self, slot: Slot, like: Generation) -> Standby:
         actor = start_process(slot, self._job)

@@ -6,8 +6,8 @@ the samples of step s are s * BATCH to (s + 1) * BATCH - 1.
 
 from __future__ import annotations
 
-import pickle
 import os
+import pickle
 import sys
 import time
 from pathlib import Path
