@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -136,7 +137,7 @@ def _run(use_gpu: bool, is_zero: bool, warm_standbys: bool, **config: Any) -> An
         timeout_s=120.0,
         start_timeout_s=600.0,
     ).start()
-    _await(run, lambda: run.status().step >= 3)
+    _await(run, partial(_has_step, run, 3))
     return run
 
 
@@ -148,17 +149,29 @@ def _await(run: Any, condition: Callable[[], bool], timeout_s: float = 600.0) ->
         time.sleep(0.05)
 
 
+def _has_step(run: Any, step: int) -> bool:
+    return run.status().step >= step
+
+
+def _has_standbys(run: Any) -> bool:
+    return run.status().standbys_warm == RANKS
+
+
+def _is_measured(run: Any) -> bool:
+    return bool(run.resizes) and run.resizes[0].pause_s is not None
+
+
 def recoveries(use_gpu: bool) -> list[dict[str, Any]]:
     """A rank is killed while two train; with standbys once both are warm."""
     cases = []
     for warm in (False, True):
         run = _run(use_gpu, False, warm)
         if warm:
-            _await(run, lambda run=run: run.status().standbys_warm == RANKS)
+            _await(run, partial(_has_standbys, run))
         victim = run.reports[0][1][0]["pid"]
         killed = time.time()
         os.kill(victim, signal.SIGKILL)
-        _await(run, lambda run=run: bool(run.resizes) and run.resizes[0].pause_s is not None)
+        _await(run, partial(_is_measured, run))
         record = run.resizes[0]
         case = {
             "standbys": warm,
@@ -187,7 +200,7 @@ def first_steps(use_gpu: bool, resizes: int) -> dict[str, Any]:
         first[generation % 2 == 1].append(record.phases["first_step"])
         pauses[generation % 2 == 1].append(record.pause_s)
         enough = run.status().step + 6
-        _await(run, lambda enough=enough: run.status().step >= enough)
+        _await(run, partial(_has_step, run, enough))
     usual = [metrics["step_s"] for step in sorted(run.reports)[-5:] for [metrics] in run.reports[step].values()]
     run.stop()
     run.result(60.0)
