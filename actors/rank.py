@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ray_etc.actors import sharing
 from ray_etc.actors.errors import ResizeFailed
-from ray_etc.actors.imports import import_all, import_all_in_idle_time
+from ray_etc.actors.imports import import_all, import_all_in_background
 from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced
 from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.session import Context, GenerationReplaced, open_session
@@ -51,9 +51,9 @@ class Rank:
     # Before it is a rank ---------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="train")
-    def warm(self, modules: list[str], in_idle_time: bool) -> int:
+    def warm(self, modules: list[str], in_background: bool) -> int:
         """Import them, in this order, and answer with the process id. Makes no CUDA context."""
-        import_all_in_idle_time(modules) if in_idle_time else import_all(modules)
+        import_all_in_background(modules) if in_background else import_all(modules)
         return os.getpid()
 
     @ray.method(concurrency_group="control")

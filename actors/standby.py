@@ -1,8 +1,8 @@
 """Warm processes: one a slot, that has imported what a rank needs and waits to become one of the next generation.
 
 It takes the half of its slot's share that no rank of the running generation has, so it is started once the generation
-before has left. It should cost the training nothing: it has no CUDA context, and imports in idle time, on each node one
-process after the other. All here is best effort: where no standby is warm, a new process does.
+before has left. It should cost the training nothing: it has no CUDA context, and imports in the background, on each
+node one process after the other. All here is best effort: where no standby is warm, a new process does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 RESTART_S = 5.0
 """After a standby that died, wait so long before the next one in its slot."""
 
-IDLE_PATIENCE_S = 30.0
+IDLE_PATIENCE_S = 60.0
 """A process that is not warm by then is on a node without idle time; the next one there imports as any process does."""
 
 
@@ -88,7 +88,7 @@ class Standbys:
     def take(self, slots: Sequence[Slot]) -> dict[int, Any]:
         """The living processes for these slots that are warm, by slot; they are standbys no longer.
 
-        One that is still importing does so in idle time, which may take for ever: a new process is quicker.
+        One that is still importing does so in the background, which takes long: a new process is quicker.
         """
         taken: dict[int, Any] = {}
         dead = self._take_in()

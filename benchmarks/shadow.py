@@ -35,7 +35,7 @@ ALONE_S = 4.0
 STARTS = {
     "all at once": ("import_all", True),
     "one after the other": ("import_all", False),
-    "one after the other, in idle time": ("import_all_in_idle_time", False),
+    "one after the other, in the background": ("import_all_in_background", False),
 }
 """The function of `ray_etc.actors.imports` that imports Megatron-core, and whether all processes start at once.
 

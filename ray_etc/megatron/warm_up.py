@@ -7,6 +7,7 @@ compiled at their first use, modules imported inside functions, the order of the
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,11 @@ def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
     for view in task.state.views():
         view.detach().zero_()
     task.loader.consumed_samples = about_step * task.batch.global_batch_size
-    task.train_step()
+    metrics = task.train_step()
+    if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+        raise RuntimeError(
+            f"the warm-up step on weights of zero made {metrics}: it would spoil the vocabulary's padding"
+        )
     for buffer, before in buffers:
         buffer.copy_(before)
     task.model.zero_grad_buffer()
