@@ -64,8 +64,9 @@ def _has_room(task: Task, parallel: ParallelConfig) -> bool:
     """The same answer on every rank, since a step takes them all."""
     if not torch.cuda.is_available():
         return True
-    free, _ = torch.cuda.mem_get_info()
-    lacks = torch.tensor(float(free < ROOM * activations_nbytes(task, parallel)), device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.get_per_process_memory_fraction() * total - torch.cuda.memory_reserved()
+    lacks = torch.tensor(float(min(free, own) < ROOM * activations_nbytes(task, parallel)), device="cuda")
     dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
     return not lacks.item()
 
