@@ -7,6 +7,7 @@ Until it is told which by `become`, the process is nobody's; a standby waits so,
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -32,6 +33,8 @@ from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.plan import RankPlan
 
+logger = logging.getLogger(__name__)
+
 LEAVE_GROUP_S = 15.0
 """How long what works for a group may take to notice that the group is closed; an abort waits 5 s, then 5 s more."""
 
@@ -52,8 +55,10 @@ class Rank:
 
     @ray.method(concurrency_group="train")
     def warm(self, modules: list[str], in_background: bool) -> int:
-        """Import them, in this order, and answer with the process id. Makes no CUDA context."""
+        """Import them, in this order, and answer with the process id. Makes no CUDA context by itself."""
         import_all_in_background(modules) if in_background else import_all(modules)
+        if torch.cuda.is_initialized():
+            logger.warning("some import of the train loop makes a CUDA context: this standby takes GPU memory")
         return os.getpid()
 
     @ray.method(concurrency_group="control")

@@ -96,7 +96,8 @@ def _start(function: str, at_once: bool, modules: str, limit_s: float) -> bool:
             if not at_once:
                 running[-1].wait(max(deadline - time.monotonic(), 0.1))
         for process in running:
-            process.wait(max(deadline - time.monotonic(), 0.1))
+            if process.wait(max(deadline - time.monotonic(), 0.1)):
+                raise RuntimeError(f"a process that imports ended with status {process.returncode}")
     except subprocess.TimeoutExpired:
         return False
     finally:
