@@ -188,28 +188,26 @@ def recoveries(use_gpu: bool) -> list[dict[str, Any]]:
     return cases
 
 
-def first_steps(use_gpu: bool, resizes: int) -> dict[str, Any]:
+def first_steps(use_gpu: bool, resizes: int) -> list[dict[str, Any]]:
     """Resizes to and fro; generations with an odd number do the warm-up step."""
     from ray_etc import ParallelConfig
 
     run = _run(use_gpu, True, False, is_warmed_up="odd")
-    first: dict[bool, list[float]] = {True: [], False: []}
-    pauses: dict[bool, list[float]] = {True: [], False: []}
+    cases = []
     for generation in range(1, resizes + 1):
         zero = generation % 2 == 0
         record = run.resize(parallel=ParallelConfig(data_parallel=RANKS, distributed_optimizer=zero), timeout_s=600.0)
-        first[generation % 2 == 1].append(record.phases["first_step"])
-        pauses[generation % 2 == 1].append(record.pause_s)
-        enough = run.status().step + 6
-        _await(run, partial(_has_step, run, enough))
-    usual = [metrics["step_s"] for step in sorted(run.reports)[-5:] for [metrics] in run.reports[step].values()]
+        _await(run, partial(_has_step, run, record.next_step + 6))
+        first, *others = [run.reports[step] for step in range(record.next_step, record.next_step + 6)]
+        case: dict[str, Any] = {"warmed_up": not zero, "pause_s": record.pause_s, "prepare_s": record.phases["prepare"]}
+        for name in ("step_s", "cpu_s"):
+            case[f"first_{name}"] = max(metrics[name] for [metrics] in first.values())
+            case[f"usual_{name}"] = statistics.median(m[name] for ranks in others for [m] in ranks.values())
+        print(json.dumps(case), flush=True)
+        cases.append(case)
     run.stop()
     run.result(60.0)
-    return {
-        "first_step_s": {"warmed up": first[True], "not": first[False]},
-        "pause_s": {"warmed up": pauses[True], "not": pauses[False]},
-        "usual_step_s": statistics.median(usual),
-    }
+    return cases
 
 
 def main() -> int:
@@ -233,7 +231,6 @@ def main() -> int:
             print(json.dumps({"cold_over_warm": cold / warm}), flush=True)
         if arguments.only in "first_steps":
             result["first_steps"] = first_steps(use_gpu, arguments.resizes)
-            print(json.dumps(result["first_steps"]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0

@@ -71,6 +71,7 @@ def train(config: dict[str, Any]) -> None:
     data = Path(os.__file__).parent / "json"
     task = megatron.build(MODEL, context.parallel, optimizer={"lr": 1e-3}, data=data, global_batch_size=8)
     for _ in ray_etc.steps(task.state, total=1_000_000):
-        start = time.perf_counter()
+        start, worked_s = time.perf_counter(), time.thread_time()
         metrics = task.train_step()
-        ray_etc.report({**metrics, "pid": os.getpid(), "step_s": time.perf_counter() - start})
+        times = {"step_s": time.perf_counter() - start, "cpu_s": time.thread_time() - worked_s}
+        ray_etc.report({**metrics, **times, "pid": os.getpid(), "generation": context.generation})
