@@ -12,6 +12,7 @@ import pytest
 from runs import check_exact, finish, start, wait_for_step, wait_until
 
 from ray_etc import ElasticRun, ParallelConfig
+from ray_etc.actors import standby
 
 pytestmark = pytest.mark.ray
 
@@ -36,8 +37,11 @@ def wait_for_standbys(run: ElasticRun, number: int) -> dict[int, int]:
     return standby_pids(run)
 
 
-def test_generations_are_made_of_standbys_whatever_happens_to_those(nodes: Any, tmp_path: Path) -> None:
+def test_generations_are_made_of_standbys_whatever_happens_to_those(
+    nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A standby is killed and replaced; a rank is killed; the standbys become the ranks; all are gone at the end."""
+    monkeypatch.setattr(standby, "IDLE_PATIENCE_S", 10.0)  # other tests may leave no idle time
     nodes.add(2)
     run = start(tmp_path, (1, 2), parallel=PLAIN, warm_standbys=True)
     first = wait_for_standbys(run, 2)
