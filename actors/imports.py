@@ -16,7 +16,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 SHARE = 0.15
-"""Of one processor, that imports in the background take. At full speed they slowed down training on two H200 by 6%."""
+"""Of one processor, that imports in the background take. Chosen, not yet measured."""
 SHORTEST_S = 0.005
 """Of work between two rests."""
 
