@@ -29,6 +29,7 @@ def start(
     callbacks: list[Any] | None = None,
     scaling: dict[str, Any] | None = None,
     slot_nbytes: int | None = None,
+    warm_standbys: bool = False,
     **config: Any,
 ) -> ElasticRun:
     """A run of the toy loop that goes on until `finish`, on all `slots` that there are: by default as many as it takes.
@@ -45,6 +46,7 @@ def start(
             run_config=RunConfig(name="toy", callbacks=callbacks),
             timeout_s=timeout_s,
             slot_nbytes=slot_nbytes,
+            warm_standbys=warm_standbys,
         ).start()
         wait_until(run, lambda: run.status().slots_usable >= slots)
     return run
