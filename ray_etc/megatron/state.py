@@ -68,24 +68,39 @@ def state(
 
 
 class OptimizerProgress:
-    """Adam's step count, and the loss scale where there is one: all that an optimizer has besides its tensors."""
+    """All that an optimizer has besides its tensors: Adam's step count, and the loss scales where there are some."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._leaves = compat.leaf_optimizers(optimizer)
+        # Adam counts its steps beside each parameter, and a rank may own none: ZeRO-1 over more ranks than there are
+        # elements. So each rank counts for itself too.
+        self._steps = max((compat.adam_step(leaf) for leaf in self._leaves), default=0)
+        if self._leaves:
+            self._leaves[0].optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        scalers = [getattr(leaf, "grad_scaler", None) for leaf in self._leaves]
         return {
-            "step": max((compat.adam_step(leaf) for leaf in self._leaves), default=0),
-            "grad_scaler": next((scaler.state_dict() for scaler in scalers if scaler), None),
+            "step": max([compat.adam_step(leaf) for leaf in self._leaves]) or self._steps,
+            "grad_scalers": {
+                compat.is_for_experts(leaf): scaler.state_dict() for leaf, scaler in self._scaled_leaves()
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps = state_dict["step"]
         for leaf in self._leaves:
             compat.set_adam_step(leaf, state_dict["step"])
-            scaler = getattr(leaf, "grad_scaler", None)
-            if scaler and state_dict["grad_scaler"] is not None:
-                scaler.load_state_dict(state_dict["grad_scaler"])
+        scales = state_dict["grad_scalers"]
+        for leaf, scaler in self._scaled_leaves():
+            # Experts that had no mesh of their own were scaled as everything else.
+            scaler.load_state_dict(scales.get(compat.is_for_experts(leaf), scales[False]))
+
+    def _scaled_leaves(self) -> list[tuple[MegatronOptimizer, Any]]:
+        scalers = [(leaf, getattr(leaf, "grad_scaler", None)) for leaf in self._leaves]
+        return [(leaf, scaler) for leaf, scaler in scalers if scaler]
 
 
 class SchedulerProgress:

@@ -102,7 +102,7 @@ def test_moments_made_early_change_nothing(zero: bool, bf16: bool, monkeypatch: 
     def losses_and_weights() -> tuple[list[float], list[torch.Tensor]]:
         task = build(parallel(zero=zero), bf16=bf16)
         losses = [task.train_step()["loss"] for _ in range(3)]
-        return losses, [param.detach().clone() for param in task.model.parameters()]
+        return losses, [param.detach().clone() for param in task.chunks[0].parameters()]
 
     (early,) = run_ranks(losses_and_weights, 1)
     monkeypatch.setattr(build_module, "state", lambda *args, **kwargs: None)
@@ -120,7 +120,7 @@ def test_padding_of_the_vocabulary_changes_nothing(padded: int, monkeypatch: pyt
         task = build(config)
         load(task.state, *start)
         losses = [task.train_step()["loss"] for _ in range(2)]
-        module = task.model.module
+        module = task.chunks[0].module
         rows = [module.embedding.word_embeddings.weight[257:], module.output_layer.weight[257:]]
         return losses, max(float(row.detach().abs().max()) for row in rows)
 
@@ -142,7 +142,7 @@ def test_only_the_first_generation_initialises() -> None:
     def weights(generation: int | None) -> torch.Tensor:
         if generation is not None:
             open_session(Context("test", generation, ONE, 0, 0, 1, 0, 0))
-        return build(ONE).model.module.output_layer.weight.detach().clone()
+        return build(ONE).chunks[0].module.output_layer.weight.detach().clone()
 
     ((alone,), (first,), (second,)) = (run_ranks(weights, 1, generation) for generation in (None, 0, 1))
     assert torch.equal(alone, first)

@@ -101,7 +101,7 @@ def count_a_step_less(task: Task) -> None:
 
 
 def roll_rows_of_qkv(task: Task) -> None:
-    for name, param in task.model.named_parameters():
+    for name, param in task.chunks[0].named_parameters():
         if "linear_qkv.weight" in name:
             param.copy_(param.roll(1, 0))
 

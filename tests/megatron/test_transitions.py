@@ -7,13 +7,14 @@ by the names of its checkpoints, and what its model and optimizers hold in memor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 import pytest
 from resize import Generation, differing, hand_over, slots_for, start_next
-from tiny import MICRO_BATCH_SIZE, ONE, parallel
+from tiny import MICRO_BATCH_SIZE, ONE, build, parallel
 
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -102,7 +103,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("transition", TRANSITIONS, ids=str)
 def test_state_is_the_same_bits(transition: Transition, data: dict[str, Path], tmp_path: Path) -> None:
-    model = {**transition.model, "data": data["five" if transition.model.get("vocab_size") == 5 else "text"]}
+    data_path = data["five" if transition.model.get("vocab_size") == 5 else "text"]
+    model = partial(build, **transition.model, data=data_path)
     old_slots = range(transition.old.world_size)
     new_slots = slots_for(old_slots, transition.new.world_size, transition.elsewhere)
     with Generation(0, transition.old, old_slots, model).enter() as old:
