@@ -79,7 +79,7 @@ class Handover:
         """Drop the new generation; the old one goes on with the step after the one it paused at."""
         self._new.kill()
         for rank in self._old.survivors():
-            self._old.ranks[rank].end_migration.remote(self._group)
+            self._old.ranks[rank].end_migration.remote(self._group, True)
             if not self._old.dead:  # without its peers a rank could not finish another step
                 self._old.ranks[rank].resume.remote()
 
@@ -138,7 +138,9 @@ class Handover:
     def _move_and_certify(self, plan: MigrationPlan) -> None:
         with self._record.phase("move"):
             reports = self._wait(
-                [m.move.remote(self._timeout_s) for m in self._members], self._timeout_s, "the state to move"
+                [m.move.remote(self._group, self._timeout_s) for m in self._members],
+                self._timeout_s,
+                "the state to move",
             )
         for part in ("local", "wire", "certify"):
             self._record.phases[part] = max(getattr(report, f"{part}_s") for report in reports)
@@ -162,4 +164,4 @@ class Handover:
             beginning = [member.begin.remote(next_step) for member in self._new.ranks]
             self._wait(beginning, self._timeout_s, "the new generation to begin")
         for member in self._members:
-            member.end_migration.remote(self._group)
+            member.end_migration.remote(self._group, False)

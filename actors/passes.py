@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ WIDTHS = (16, 4, 2, 1)
 """Bytes that the kernel loads at once; the largest that fits the memory of a job is taken."""
 MAX_UNITS = 2**31 - 2**16
 """Units of a job are counted in 32 bits."""
+TICKET_CHUNKS = 16
+"""Chunks that a program of a shared pass draws at once: 8 MiB, so that adding up its sums costs a sixteenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,15 @@ class Pass:
         jobs: all of one form.
         sums: int64, one a sum of the rank, on the device of the jobs.
         share: of the GPU's processors, for what runs beside it.
+        ticket: one int64 on the device, 0 when `run` is called. With it, `join` lends the pass the rest of the GPU.
     """
 
-    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float = 1.0) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], sums: torch.Tensor, share: float = 1.0, ticket: torch.Tensor | None = None
+    ) -> None:
         self._jobs = [job for job in jobs if job.ends[0].numel()]
         self._sums = sums
-        self._launch = _Launch(self._jobs, sums, share) if self._jobs and sums.is_cuda else None
+        self._launch = _Launch(self._jobs, sums, share, ticket) if self._jobs and sums.is_cuda else None
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -65,7 +70,7 @@ class Pass:
     def run(self) -> None:
         """On GPUs one launch on the current stream; on CPUs done when it returns."""
         if self._launch is not None:
-            self._launch()
+            self._launch.start()
             return
         for job in self._jobs:
             if job.source is not None and job.left is not None:
@@ -75,11 +80,16 @@ class Pass:
             if job.destination is not None and job.arrived is not None:
                 self._sums[job.arrived] += weighted_sum(job.destination)
 
+    def join(self) -> None:
+        """Take over, on the current stream and the whole GPU, what a `run` on another has not begun; no-op on CPUs."""
+        if self._launch is not None:
+            self._launch.join()
+
 
 class _Launch:
     """The kernel with its tables on the GPU; compiled and loaded when this is made."""
 
-    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float) -> None:
+    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float, ticket: torch.Tensor | None) -> None:
         from ray_etc.actors.kernels.tiles import (
             WARPS,
             copy_and_sum,
@@ -88,24 +98,24 @@ class _Launch:
         device = sums.device
         table, dims = job_table(jobs)
         chunks = chunk_table(table)
-        self._arguments: tuple[Any, ...] = (
-            torch.from_numpy(table).to(device),
-            torch.from_numpy(chunks).to(device),
-            len(chunks),
-            sums,
-        )
         [form] = {job.form for job in jobs}
-        self._constants = {
+        constants = {
             "DIMS": dims,
             **dict(zip(("COPY", "LEFT", "ARRIVED"), form, strict=True)),
+            "TICKETS": ticket is not None,
             "num_warps": WARPS,
         }
+        tables = torch.from_numpy(table).to(device), torch.from_numpy(chunks).to(device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernel = copy_and_sum[(min(len(chunks), max(1, round(share * processors))),)]
-        self._kernel(*self._arguments[:2], 0, self._arguments[3], **self._constants)
 
-    def __call__(self) -> None:
-        self._kernel(*self._arguments, **self._constants)
+        def kernel(share: float, chunk_count: int, ticket_count: int) -> None:
+            programs = min(len(chunks), max(1, round(share * processors)))
+            copy_and_sum[(programs,)](*tables, chunk_count, ticket, ticket_count, sums, **constants)
+
+        ticket_count = -(-len(chunks) // TICKET_CHUNKS)
+        kernel(share, 0, 0)
+        self.start = partial(kernel, share, len(chunks), ticket_count)
+        self.join = partial(kernel, 1.0, len(chunks), ticket_count)
 
 
 def job_table(jobs: Sequence[Job]) -> tuple[np.ndarray, int]:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ray_etc.actors import sharing
+from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced
 from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.session import Context, GenerationReplaced, open_session
@@ -24,6 +27,9 @@ from ray_etc.actors.transports import close_group, get_group, open_group
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.plan import RankPlan
+
+LEAVE_GROUP_S = 15.0
+"""How long what works for a group may take to notice that the group is closed; an abort waits 5 s, then 5 s more."""
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 4, "train": 1})
@@ -40,6 +46,8 @@ class Rank:
         self._store: dist.TCPStore | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
+        self._working = threading.Lock()
+        self._ended: set[str] = set()
         # Of its own: the default stream of a rank that is stuck in a collective never gets to anything again.
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
@@ -116,34 +124,40 @@ class Rank:
     @ray.method(concurrency_group="control")
     def open_migration(self, backend: str, group: str, rank: int, world_size: int) -> bytes | None:
         """Make the migration group; member 0 says where it meets."""
-        transport = open_group(backend, group, rank, world_size)
-        return transport.rendezvous() if rank == 0 else None
+        with self._at_work_for(group):
+            transport = open_group(backend, group, rank, world_size)
+            return transport.rendezvous() if rank == 0 else None
 
     @ray.method(concurrency_group="control")
     def connect_migration(self, group: str, rendezvous: bytes, timeout_s: float) -> None:
+        with self._at_work_for(group):
+            transport = get_group(group)
+        self._session.on_move_event("connect")
         with torch.cuda.stream(self._stream):
-            get_group(group).connect(rendezvous, timeout_s)
+            transport.connect(rendezvous, timeout_s)
 
     @ray.method(concurrency_group="control")
     def prepare_move(
         self, group: str, plan: RankPlan, source: RankLayout, shared: sharing.SharedMemory | None, is_new: bool
     ) -> None:
         """Map the old rank's memory (a new rank) or take one's own (a rank that is leaving), and make the buffers."""
-        state = self._state()
-        if is_new:
-            self._mapped = sharing.open(shared) if shared is not None else []
-            source_views, target_views, target = self._mapped, state.views(), state.layout()
-        else:
-            source_views, target_views, target = state.views(), [], ()
-        with torch.cuda.stream(self._stream):
-            mover = Mover(plan, get_group(group), source_views, source, target_views, target)
-            mover.prepare()
-        self._mover = mover
+        with self._at_work_for(group):
+            self._session.on_move_event("prepare")
+            state = self._state()
+            if is_new:
+                self._mapped = sharing.open(shared) if shared is not None else []
+                source_views, target_views, target = self._mapped, state.views(), state.layout()
+            else:
+                source_views, target_views, target = state.views(), [], ()
+            with torch.cuda.stream(self._stream):
+                mover = Mover(plan, get_group(group), source_views, source, target_views, target)
+                mover.prepare()
+            self._mover = mover
 
     @ray.method(concurrency_group="control")
-    def move(self, timeout_s: float) -> MoveReport:
-        assert self._mover is not None
-        with torch.cuda.stream(self._stream):
+    def move(self, group: str, timeout_s: float) -> MoveReport:
+        with self._at_work_for(group), torch.cuda.stream(self._stream):
+            assert self._mover is not None
             return self._mover.run(timeout_s, self._session.on_move_event)
 
     @ray.method(concurrency_group="control")
@@ -151,12 +165,20 @@ class Rank:
         self._session.load(Load(next_step, replicated, streams), timeout_s)
 
     @ray.method(concurrency_group="control")
-    def end_migration(self, group: str) -> None:
-        """Leave the group, the mapped memory and the buffers."""
+    def end_migration(self, group: str, is_given_up: bool) -> None:
+        """Leave the group, the mapped memory and the buffers. What still works for the group ends with an error."""
+        self._ended.add(group)
         close_group(group)
-        if self._mover is not None:
-            self._mover.close()
-        self._mover, self._mapped = None, []
+        if self._working.acquire(timeout=LEAVE_GROUP_S):
+            try:
+                close_group(group)  # it may have been opened in that moment
+                if self._mover is not None:
+                    self._mover.close()
+                self._mover, self._mapped = None, []
+            finally:
+                self._working.release()
+        if is_given_up:
+            self._session.give_memory_back()
 
     @ray.method(concurrency_group="control")
     def resume(self) -> None:
@@ -165,6 +187,14 @@ class Rank:
     @ray.method(concurrency_group="control")
     def replace(self) -> None:
         self._session.replace()
+
+    @contextmanager
+    def _at_work_for(self, group: str) -> Iterator[None]:
+        """Around what makes or uses a group. A call of a handover that is over, however late it comes, is refused."""
+        with self._working:
+            if group in self._ended:
+                raise ResizeFailed(f"the handover over {group} has ended")
+            yield
 
     def _state(self) -> TrainState:
         assert self._session.state is not None, "the train loop has not entered ray_etc.steps()"

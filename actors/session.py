@@ -7,6 +7,7 @@ stuck in a collective.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -97,7 +98,8 @@ class Session:
         self.state: TrainState | None = None
         self.total_steps = 0
         self.on_move_event: Callable[[str], None] = lambda event: None
-        """Told of each stage of a move of this rank (see `Mover.run`); tests script faults with it."""
+        """Told of each stage of a resize that this rank takes part in: "connect" and "prepare" where that begins, then
+        those of `Mover.run`. Tests script faults with it."""
         self._changed = threading.Condition()
         self._load: Load | None = None
         self._first_step: int | None = None
@@ -107,6 +109,7 @@ class Session:
         self._is_frozen = False
         self._is_over = False
         self._is_updating = False
+        self._gives_back = False
         self._marks: deque[Mark] = deque(maxlen=3)
         self._update_began: torch.cuda.Event | None = None
         self._reports: list[Report] = []
@@ -197,6 +200,11 @@ class Session:
 
     def _boundary(self, step: int) -> None:
         self._record_boundary(step + 1)
+        if self._gives_back:
+            self._gives_back = False
+            gc.collect()  # the traceback of what failed may hold buffers
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         if self._last_step is None or step < self._last_step:
             return
         if torch.cuda.is_available():
@@ -273,6 +281,10 @@ class Session:
         with self._changed:
             self._last_step, self._is_paused = None, False
             self._changed.notify_all()
+
+    def give_memory_back(self) -> None:
+        """Have the train thread return cached GPU memory after its step: that waits for the GPU, so no other may."""
+        self._gives_back = True
 
     def replace(self) -> None:
         """The next generation has everything: leave the train loop."""

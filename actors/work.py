@@ -21,9 +21,12 @@ ALIGNMENT = 16
 """Each packed slice starts at a multiple of this many bytes, so that its buffer can be viewed as any type."""
 
 PACK_SHARE = 0.16
-SIDE_SHARE = 0.42
-"""Of a GPU's processors: for packing, as much again for unpacking, and for local copies and what else is summed. A
-quarter is left to NCCL, whose kernels need whole processors."""
+SIDE_SHARE = 0.2
+"""Of a GPU's processors while messages travel: for packing, as much again for unpacking, and for local copies. Seen on
+2 H200: with half as much for packing the wire waits for it; with twice as much for either NCCL's kernels are slowed, by
+a tenth for local copies at 0.42. What of them is left when the last message is there gets the whole GPU."""
+CHECK_SHARE = 0.1
+"""For summing what leaves or arrives without being packed."""
 
 ByPeer = Mapping[int, Sequence[Move]]
 Messages = dict[int, list[torch.Tensor]]
@@ -79,7 +82,8 @@ class Work:
         self._reads_back = reads_back
         self._numbers: dict[tuple[str, int, int], slice] = {}
         self._nbytes = self._number(plan)
-        self.sums = torch.zeros(len(self._nbytes), dtype=torch.int64, device=device)
+        # The last number is the ticket of the local copies: it starts at 0 with the sums.
+        self.sums = torch.zeros(len(self._nbytes) + 1, dtype=torch.int64, device=device)
 
         def buffers(sides: Sequence[ByPeer], view_of: Callable[[Move], torch.Tensor]) -> list[torch.Tensor]:
             sizes = [self._packed_nbytes(side, view_of) for side in sides]
@@ -98,8 +102,11 @@ class Work:
                 for number, move in enumerate(plan.local)
             ]
         )
-        share = SIDE_SHARE if plan.rounds else 1.0
-        self.local, self.local_arrived = Pass(copies, self.sums, share), Pass(checks, self.sums, share)
+        if plan.rounds:
+            self.local = Pass(copies, self.sums, SIDE_SHARE, ticket=self.sums[-1:])
+        else:
+            self.local = Pass(copies, self.sums)
+        self.local_arrived = Pass(checks, self.sums)
         self.rounds = [
             self._round(index, len(plan.rounds), messages.sends, messages.receives, out[slot], into[slot])
             for index, messages in enumerate(plan.rounds)
@@ -111,7 +118,7 @@ class Work:
 
         Local moves are round -1 with this rank as peer. Waits for the current stream.
         """
-        sums = with_sizes(self.sums.cpu().numpy(), self._nbytes)
+        sums = with_sizes(self.sums[:-1].cpu().numpy(), self._nbytes)
         return {key: sums[part] for key, part in self._numbers.items()}
 
     def _number(self, plan: RankPlan) -> np.ndarray:
@@ -139,11 +146,11 @@ class Work:
         unpacking, checks = self._writing([(each.packed, each.view, None, each.number) for each in arriving])
         return Round(
             pack=Pass(packing, self.sums, pack_share),
-            direct=Pass(direct, self.sums, SIDE_SHARE),
+            direct=Pass(direct, self.sums, CHECK_SHARE),
             sends=outgoing,
             receives=incoming,
             unpack=Pass(unpacking, self.sums, unpack_share),
-            arrived=Pass(checks, self.sums, SIDE_SHARE),
+            arrived=Pass(checks, self.sums, CHECK_SHARE),
             has_relays=any(move.is_relay for moves in sends.values() for move in moves),
         )
 

@@ -15,17 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, async_save, load, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardDim
 
-from benchmarks.processes import Process, call_all, each_its_own
+from benchmarks import checkpoints
+from benchmarks.processes import Process, call_all, each_its_own, end_all
 from ray_etc.planners.layout import TensorSpec
 
 WORLD = 2
-WRITERS = 8
-"""Threads that write, a rank."""
 
 
 class CheckpointRank:
@@ -50,38 +48,24 @@ class CheckpointRank:
         return sum(torch.Size(each.shape).numel() * each.itemsize for each in tensors)
 
     def dcp_save(self, folder: str) -> dict[str, float]:
-        return {"save_s": self._timed(lambda: save(self._held, storage_writer=_writer(folder)))}
+        return {"save_s": self._timed(lambda: checkpoints.dcp_save(self._held, folder))}
 
     def dcp_async_save(self, folder: str) -> dict[str, float]:
         """What training waits for at the call, and until the files are whole."""
         start = time.perf_counter()
-        written: Any = async_save(self._held, storage_writer=_writer(folder))
+        written = checkpoints.dcp_async_save(self._held, folder)
         stalled = time.perf_counter()
         written.result()
         return {"stall_s": stalled - start, "write_s": time.perf_counter() - stalled}
 
     def dcp_load(self, folder: str) -> dict[str, float]:
-        return {"load_s": self._timed(lambda: load(self._wanted, storage_reader=FileSystemReader(folder)))}
+        return {"load_s": self._timed(lambda: checkpoints.dcp_load(self._wanted, folder))}
 
     def megatron_save(self, folder: str) -> dict[str, float]:
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-
-        Path(folder).mkdir(exist_ok=True)
-        dist.barrier()
-        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), dist.group.WORLD)
-        state = self._sharded(self._held)
-        return {"save_s": self._timed(lambda: dist_checkpointing.save(state, folder, strategy))}
+        return {"save_s": self._timed(lambda: checkpoints.megatron_save(self._held, folder))}
 
     def megatron_load(self, folder: str) -> dict[str, float]:
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), dist.group.WORLD)
-        state = self._sharded(self._wanted)
-        return {"load_s": self._timed(lambda: dist_checkpointing.load(state, folder, strategy))}
+        return {"load_s": self._timed(lambda: checkpoints.megatron_load(self._wanted, folder))}
 
     def spoil(self) -> None:
         for tensor in self._wanted.values():
@@ -92,19 +76,6 @@ class CheckpointRank:
             torch.equal(self._wanted[self._name(each)].to_local(), self._truth(each, self._target(each)))
             for each in self._tensors
         )
-
-    def _sharded(self, state: dict[str, DTensor]) -> dict[str, Any]:
-        from megatron.core.dist_checkpointing import ShardedTensor
-
-        sharded = {}
-        for name, tensor in state.items():
-            [placement] = tensor.placements
-            if isinstance(placement, ShardDim):
-                offsets: tuple[Any, ...] = ((placement.dim, self._rank, WORLD),)
-                sharded[name] = ShardedTensor.from_rank_offsets(name, tensor.to_local(), *offsets)
-            else:
-                sharded[name] = ShardedTensor.from_rank_offsets(name, tensor.to_local(), replica_id=self._rank)
-        return sharded
 
     def _new(self, tensor: TensorSpec, placement: Placement, fill: bool) -> DTensor:
         part = self._truth(tensor, placement)
@@ -137,10 +108,6 @@ class CheckpointRank:
         return time.perf_counter() - start
 
 
-def _writer(folder: str) -> FileSystemWriter:
-    return FileSystemWriter(folder, thread_count=WRITERS, single_file_per_rank=False)
-
-
 def measure_baselines(tensors: Sequence[TensorSpec], scratch: Path, gpus: int) -> dict[str, Any]:
     """Seconds of each checkpoint's parts, the slower rank's, and whether every element came back."""
     ranks = [Process(CheckpointRank, rank % gpus if gpus else None) for rank in range(WORLD)]
@@ -159,8 +126,7 @@ def measure_baselines(tensors: Sequence[TensorSpec], scratch: Path, gpus: int) -
             result[name] = _twice(ranks, saves, loads, folder / name)
             print(name, result[name], flush=True)
     finally:
-        for rank in ranks:
-            rank.end()
+        end_all(ranks)
         shutil.rmtree(folder)
     return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.handover_ranks import MIB, Rank
-from benchmarks.processes import Process, call_all, each_its_own
+from benchmarks.processes import Process, call_all, each_its_own, end_all
 from ray_etc.actors.certificate import compare
 from ray_etc.actors.pipeline import BUFFERS
 from ray_etc.actors.work import aligned
@@ -63,15 +63,16 @@ class Generations:
 
     def __init__(self, case: Case, plan: MigrationPlan, use_cpu: bool, direct_nbytes: int) -> None:
         self.case, self.plan, self.use_cpu, self.direct_nbytes = case, plan, use_cpu, direct_nbytes
-        self.old = self._start([slot for slot, layout in enumerate(plan.source) if layout])
-        self.new: dict[int, Process] = {}
+        self.phases: dict[str, float] = {}
+        """When each part of `start_new` began, on this host's clock."""
+        self.old = self._start(plan.source)
+        # Beside a training that is measured the new processes start in the shadow; else at once, to save time.
+        self.new: dict[int, Process] = {} if case.trains else self._start(plan.target)
         held = each_its_own(list(self.old.values()), "hold", [(plan.source[slot], True) for slot in self.old])
         self.shared = dict(zip(self.old, held, strict=True))
 
-    def _start(self, slots: Sequence[int]) -> dict[int, Process]:
-        started = {slot: start_rank(slot, self.use_cpu) for slot in slots}
-        call_all(list(started.values()), "ready")
-        return started
+    def _start(self, layouts: Iterable[RankLayout]) -> dict[int, Process]:
+        return {slot: start_rank(slot, self.use_cpu) for slot, layout in enumerate(layouts) if layout}
 
     @property
     def members(self) -> list[Process]:
@@ -81,11 +82,16 @@ class Generations:
     def start_new(self) -> int:
         """Everything that can be done before the pause; the bytes of staging of the rank with most."""
         plan = self.plan
-        self.new = self._start([slot for slot, layout in enumerate(plan.target) if layout])
+        self.phases["start"] = time.monotonic()
+        self.new = self.new or self._start(plan.target)
+        call_all(list(self.new.values()), "ready")
+        self.phases["hold"] = time.monotonic()
         each_its_own(list(self.new.values()), "hold", [(plan.target[slot], False) for slot in self.new])
+        self.phases["connect"] = time.monotonic()
         members, group = self.members, f"handover-{time.monotonic_ns()}"
         opened = each_its_own(members, "open", [(group, rank, len(members)) for rank in range(len(members))])
         call_all(members, "connect", opened[0])
+        self.phases["prepare"] = time.monotonic()
         return max(
             each_its_own(
                 members,
@@ -110,8 +116,7 @@ class Generations:
         return {"handover_s": end - start, "compare_s": end - compared, "reports": reports}
 
     def end(self) -> None:
-        for process in (*self.new.values(), *self.old.values()):
-            process.end()
+        end_all([*self.new.values(), *self.old.values()])
 
 
 def run_case(case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes: int, direct_nbytes: int) -> Any:
@@ -141,14 +146,13 @@ def measure(case: Case, plan: MigrationPlan, generations: Generations, rates: di
     if case.trains:
         call_all(old, "train")
         time.sleep(ALONE_S)
-    shadow_began = time.monotonic()
     staging_nbytes = generations.start_new()
     new = list(generations.new.values())
     if case.trains:
         ended_at = max(call_all(old, "pause"))
         runs = [generations.move()]
         result["pause_s"] = max(call_all(new, "begin")) - ended_at
-        result |= shadow(call_all(old, "step_times"), shadow_began)
+        result |= shadow(call_all(old, "step_times"), generations.phases)
         call_all(new, "pause")
     else:
         runs = [generations.move()]
@@ -213,15 +217,25 @@ def figures(
     }
 
 
-def shadow(step_times: Sequence[Sequence[tuple[float, float]]], began: float) -> dict[str, float]:
-    """Step time of the old generation alone, and while the new one starts beside it."""
-    alone = [seconds for steps in step_times for end, seconds in steps[1:] if end < began]
-    beside = [seconds for steps in step_times for end, seconds in steps if end - seconds > began]
+def shadow(step_times: Sequence[Sequence[tuple[float, float]]], phases: dict[str, float]) -> dict[str, Any]:
+    """Step time of the old generation alone, and while the new one starts beside it: over all, and in each phase."""
+    began = min(phases.values())
+    alone_s = statistics.mean(seconds for steps in step_times for end, seconds in steps[1:] if end < began)
+    beside = [(end - seconds, seconds) for steps in step_times for end, seconds in steps if end - seconds > began]
+    beside_s = statistics.mean(seconds for _, seconds in beside)
+    by_phase: dict[str, list[float]] = {phase: [] for phase in phases}
+    for start, seconds in beside:
+        by_phase[max((at, phase) for phase, at in phases.items() if at < start)[1]].append(seconds)
     return {
-        "step_alone_s": statistics.mean(alone),
-        "step_beside_shadow_s": statistics.mean(beside),
-        "step_beside_shadow_max_s": max(beside),
-        "shadow_slowdown": statistics.mean(beside) / statistics.mean(alone) - 1.0,
+        "step_alone_s": alone_s,
+        "step_beside_shadow_s": beside_s,
+        "step_beside_shadow_max_s": max(seconds for _, seconds in beside),
+        "shadow_slowdown": beside_s / alone_s - 1.0,
+        "shadow_phases": {
+            phase: {"steps": len(times), "slowdown": statistics.mean(times) / alone_s - 1.0}
+            for phase, times in by_phase.items()
+            if times
+        },
     }
 
 
@@ -267,6 +281,5 @@ def measure_rates(use_cpu: bool) -> dict[str, float]:
         copy = min([*call_all(ranks[:1], "copy_rate", (4 if use_cpu else 8192) * MIB)])
         call_all(ranks, "close")
     finally:
-        for rank in ranks:
-            rank.end()
+        end_all(ranks)
     return {"line_bytes_per_s": line, "copy_bytes_per_s": copy}

@@ -61,9 +61,12 @@ class Rank:
                 views[position] = _typed(buffer[start : start + layout[position].nbytes], layout[position])
                 start += size
         self._views = views
-        for view, shard in zip(views, layout, strict=True):
-            for part, expected in _with_truth(view, shard):
-                part.copy_(expected) if is_filled else part.fill_(-1)
+        if is_filled:
+            for view, shard in zip(views, layout, strict=True):
+                for part, expected in _with_truth(view, shard):
+                    part.copy_(expected)
+        else:
+            self.spoil()
         self._synchronize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.handover_driver import Case, start_rank
-from benchmarks.processes import call_all, each_its_own
+from benchmarks.processes import call_all, each_its_own, end_all
 from ray_etc.actors.certificate import compare
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
@@ -39,8 +39,7 @@ def slow_network(model: ModelShape, use_cpu: bool, staging_nbytes: int) -> dict[
         right += call_all(new, "is_right")
         call_all(new, "close")
     finally:
-        for process in (*new, *old):
-            process.end()
+        end_all([*new, *old])
     return {
         "is_right": all(right),
         "nbytes_wire": plan.nbytes_wire,

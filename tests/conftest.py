@@ -14,5 +14,5 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-# The GPU tests run the same processes, layouts and oracles as those of the CPU.
-sys.path.insert(0, str(Path(__file__).parent / "actors"))
+# The GPU tests run the same processes, layouts, loops and oracles as those of the CPU.
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "trainer")]

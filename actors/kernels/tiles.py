@@ -2,7 +2,7 @@
 
 A slice is a job: source, destination, and up to DIMS sizes and byte strides after neighbouring dims were collapsed, the
 innermost first. Jobs are cut into tiles of TILE_NBYTES of the slice in row-major order and chunks of CHUNK_TILES; each
-program takes an equal run of chunks, so that a launch is balanced however its slices differ in size. Where pointers,
+program takes equal runs of chunks, so that a launch is balanced however its slices differ in size. Where pointers,
 runs and strides allow, 16 bytes a thread are loaded and stored at once; otherwise one word of 4, 2 or 1.
 
 The sum of a slice is that of `sums.py`, which says why: its bytes in row-major order as 32-bit words, each times the
@@ -188,25 +188,27 @@ def _flush(jobs, row, sums, left, arrived, DIMS: tl.constexpr, LEFT: tl.constexp
         tl.atomic_add(sums + tl.load(job + 5), tl.sum(arrived, axis=0).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["chunk_count"])
-def copy_and_sum(
+@triton.jit
+def _run_of_chunks(
     jobs,
     chunks,
     chunk_count,
+    number,
+    count,
     sums,
     DIMS: tl.constexpr,  # noqa: N803
     COPY: tl.constexpr,  # noqa: N803
     LEFT: tl.constexpr,  # noqa: N803
     ARRIVED: tl.constexpr,  # noqa: N803
 ):
-    """Carry out the jobs. A chunk is a pair of int32: number of the job, and its first tile."""
-    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    begin, end = program * chunk_count // programs, (program + 1) * chunk_count // programs
+    """Run `number` of `count`."""
+    number = number.to(tl.int64)
+    begin, end = number * chunk_count // count, (number + 1) * chunk_count // count
     row = tl.load(chunks + 2 * begin)
     left = tl.zeros([_LANES], tl.uint64)
     arrived = tl.zeros([_LANES], tl.uint64)
-    for number in range(begin.to(tl.int32), end.to(tl.int32)):
-        chunk = chunks + 2 * _scalar(number)
+    for at in range(begin.to(tl.int32), end.to(tl.int32)):
+        chunk = chunks + 2 * _scalar(at)
         # Lanes are added up once a job: it halts the whole program for as long as a chunk takes.
         if tl.load(chunk) != row:
             _flush(jobs, row, sums, left, arrived, DIMS, LEFT, ARRIVED)
@@ -227,3 +229,32 @@ def copy_and_sum(
         else:
             left, arrived = _words(job, first, last, left, arrived, DIMS, COPY, LEFT, ARRIVED, 1)
     _flush(jobs, row, sums, left, arrived, DIMS, LEFT, ARRIVED)
+
+
+@triton.jit(do_not_specialize=["chunk_count", "ticket_count"])
+def copy_and_sum(
+    jobs,
+    chunks,
+    chunk_count,
+    ticket,
+    ticket_count,
+    sums,
+    DIMS: tl.constexpr,  # noqa: N803
+    COPY: tl.constexpr,  # noqa: N803
+    LEFT: tl.constexpr,  # noqa: N803
+    ARRIVED: tl.constexpr,  # noqa: N803
+    TICKETS: tl.constexpr,  # noqa: N803
+):
+    """Carry out the jobs. A chunk is a pair of int32: number of the job, and its first tile.
+
+    A ticket is an equal run of chunks. With TICKETS, programs draw the next from `ticket`, so that a second launch
+    takes over what the first has not begun; without, there is one for each program.
+    """
+    if TICKETS:
+        number = tl.atomic_add(ticket, 1, sem="relaxed")
+        while number < ticket_count:
+            _run_of_chunks(jobs, chunks, chunk_count, number, ticket_count, sums, DIMS, COPY, LEFT, ARRIVED)
+            number = tl.atomic_add(ticket, 1, sem="relaxed")
+    else:
+        number = tl.program_id(0)
+        _run_of_chunks(jobs, chunks, chunk_count, number, tl.num_programs(0), sums, DIMS, COPY, LEFT, ARRIVED)

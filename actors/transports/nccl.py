@@ -80,25 +80,28 @@ class NcclTransport(Transport):
         """See `Transport.connect`.
 
         NCCL's own set-up can be neither timed nor aborted, so it starts only when every member has come, in a thread
-        of its own. Where a member dies within it, that thread stays, and the process should be replaced.
+        of its own. Where a member dies within it, that thread stays, and the process should be replaced. Should it end
+        after all, it takes down what it made: left to cupy, that would be destroyed, which waits for the peers.
         """
         meeting, deadline = Rendezvous.from_bytes(rendezvous), Deadline(timeout_s)
         self._meet(meeting, deadline)
         device = torch.cuda.current_device()
-        made: Future[Any] = Future()
+        made: Future[None] = Future()
 
         def make() -> None:
             try:
                 torch.cuda.set_device(device)
-                made.set_result(_nccl().NcclCommunicator(self.world_size, bytes.fromhex(meeting.unique_id), self.rank))
+                self._take_in(_nccl().NcclCommunicator(self.world_size, bytes.fromhex(meeting.unique_id), self.rank))
+                made.set_result(None)
             except BaseException as error:
                 made.set_exception(error)
 
         threading.Thread(target=make, name=f"connect {self.group_name}", daemon=True).start()
         with self._translated(deadline, self.peers):
             try:
-                self._communicator = made.result(timeout=max(deadline.left_s(), 0.0))
+                made.result(timeout=max(deadline.left_s(), 0.0))
             except FutureTimeout:
+                self.abort()
                 reason = "NCCL hangs while it connects: replace this process"
                 raise TransportTimeout(self.group_name, self.rank, self.peers, deadline.spent_s(), reason) from None
         self._stream = torch.cuda.Stream(device)
@@ -174,17 +177,22 @@ class NcclTransport(Transport):
         thread.start()
         thread.join(ABORT_S)
 
+    def _take_in(self, communicator: Any) -> None:
+        with self._taking:
+            if not self._aborted.is_set():
+                self._communicator = communicator
+                return
+        communicator.abort()
+
     def _abort(self) -> None:
         got = self._in_nccl.acquire(timeout=ABORT_GRACE_S)
-        try:
-            with self._taking:
-                communicator, self._communicator = self._communicator, None
-            if communicator is not None:
-                with suppress(RuntimeError, KeyError):
-                    communicator.abort()
-        finally:
-            if got:
-                self._in_nccl.release()
+        with self._taking:
+            communicator, self._communicator = self._communicator, None
+        if got:  # before the abort: should that hang, nobody waits here for it
+            self._in_nccl.release()
+        if communicator is not None:
+            with suppress(RuntimeError, KeyError):
+                communicator.abort()
 
     def destroy_group(self) -> None:
         """Abort rather than destroy: it frees the same, and never waits for a peer."""

@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slices import HOWS, memory, slice_pairs
+from slices import DTYPES, HOWS, memory
 
 from ray_etc.actors import sums
 from ray_etc.actors.kernels.tiles import copy_and_sum
 from ray_etc.actors.passes import Job, chunk_table, job_table
 
+TICKET_COUNT = 5
 
-def launch(jobs: list[Job], totals: torch.Tensor, programs: int = 3) -> None:
+
+def launch(jobs: list[Job], totals: torch.Tensor, programs: int = 3, ticket: torch.Tensor | None = None) -> None:
     table, dims = job_table(jobs)
     chunks = chunk_table(table)
     copies, left, arrived = jobs[0].form
@@ -24,12 +26,23 @@ def launch(jobs: list[Job], totals: torch.Tensor, programs: int = 3) -> None:
         torch.from_numpy(table),
         torch.from_numpy(chunks),
         len(chunks),
+        ticket,
+        TICKET_COUNT,
         totals,
         DIMS=dims,
         COPY=copies,
         LEFT=left,
         ARRIVED=arrived,
+        TICKETS=ticket is not None,
     )
+
+
+@st.composite
+def slice_pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 8, 16, 31]), min_size=0, max_size=4))
+    itemsize = draw(st.sampled_from(sorted(DTYPES)))
+    source = memory(shape, itemsize, draw(st.sampled_from(HOWS)), True)
+    return source, memory(shape, itemsize, draw(st.sampled_from(HOWS)), False)
 
 
 @settings(max_examples=25, deadline=None)
@@ -52,6 +65,22 @@ def test_slices_of_many_tiles(itemsize: int, how: str) -> None:
     launch([Job(source, into, left=1, arrived=2)], totals)
     assert torch.equal(source, into)
     assert totals.tolist() == [0, sums.weighted_sum(source), sums.weighted_sum(source)]
+
+
+def test_second_launch_takes_over_what_the_first_has_not_begun() -> None:
+    pairs = [(memory([3, 40], 4, "plain", True), memory([3, 40], 4, "gaps", False)) for _ in range(TICKET_COUNT)]
+    jobs = [Job(*pair, left=0, arrived=1) for pair in pairs]  # one chunk and so one ticket each
+    totals, ticket = torch.zeros(2, dtype=torch.int64), torch.tensor([2])
+    launch(jobs, totals, ticket=ticket)
+    assert [torch.equal(*pair) for pair in pairs] == [False, False, True, True, True]
+    assert ticket.item() == TICKET_COUNT + 3  # each of 3 programs draws one in vain
+    ticket.zero_()
+    totals.zero_()
+    launch(jobs, totals, programs=1, ticket=ticket)
+    launch(jobs, totals, ticket=ticket)
+    assert all(torch.equal(*pair) for pair in pairs)
+    total = sum(sums.weighted_sum(source) for source, _ in pairs)
+    assert totals.tolist() == 2 * [(total + 2**63) % 2**64 - 2**63]
 
 
 def test_copy_without_sums_writes_nothing_beside_its_destinations() -> None:

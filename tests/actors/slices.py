@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import strategies as st
 
 DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HOWS = ["plain", "transposed", "gaps", "inside"]
@@ -20,11 +19,3 @@ def memory(shape: list[int], itemsize: int, how: str, fill: bool) -> torch.Tenso
     if how == "gaps":
         return whole[tuple(slice(0, 2 * n, 2) for n in shape)]
     return whole[tuple(slice(1, 1 + n) if how == "inside" else slice(0, n) for n in shape)]
-
-
-@st.composite
-def slice_pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = draw(st.lists(st.sampled_from([1, 2, 3, 8, 16, 31]), min_size=0, max_size=4))
-    itemsize = draw(st.sampled_from(sorted(DTYPES)))
-    source = memory(shape, itemsize, draw(st.sampled_from(HOWS)), True)
-    return source, memory(shape, itemsize, draw(st.sampled_from(HOWS)), False)

@@ -8,9 +8,19 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moves import (
+    DAMAGES,
+    MODEL,
+    TWINS,
+    Layouts,
+    part_of,
+    plan_between,
+    same_bytes,
+    tensor_parallel,
+    views_for,
+)
 from processes import Board, join_group, run_processes
 
 from ray_etc.actors.certificate import compare
@@ -19,78 +29,18 @@ from ray_etc.actors.faults import Fault, FaultInjector
 from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.transports import GlooTransport
 from ray_etc.planners.boxes import Box
-from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
-from ray_etc.planners.migrate import make_plan
+from ray_etc.planners.layout import Shard, TensorSpec
 from ray_etc.planners.plan import MigrationPlan
 
-Layouts = dict[int, RankLayout]
 WORLD = 3
 
 
-def truth(spec: TensorSpec) -> torch.Tensor:
-    """A logical tensor with bytes of its own, the same wherever it is made."""
-    generator = torch.Generator().manual_seed(sum(map(ord, spec.kind + spec.name)))
-    numel = int(torch.tensor(spec.shape).prod()) if spec.shape else 1
-    raw = torch.randint(0, 256, (numel * spec.itemsize,), dtype=torch.uint8, generator=generator)
-    return raw.view(getattr(torch, spec.dtype)).reshape(spec.shape)
-
-
-def part_of(shard: Shard) -> torch.Tensor:
-    return truth(shard.tensor)[shard.box.slices_in(Box.whole(shard.tensor.shape))]
-
-
-def views_for(layout: RankLayout, filled: bool, contiguous: bool = True) -> list[torch.Tensor]:
-    """Memory for a layout, all of it in one flat buffer a type, or with gaps and transposed."""
-    views = []
-    for shard in layout:
-        part = part_of(shard) if filled else torch.full_like(part_of(shard), 1)
-        if not contiguous and part.dim() > 1:
-            part = part.transpose(0, 1).contiguous().transpose(0, 1)
-        elif not contiguous and part.dim() == 1:
-            part = torch.stack([part, part], dim=1)[:, 0]
-        views.append(part)
-    return views
-
-
-def octets(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return octets(a) == octets(b)
-
-
-def tensor_parallel(world: int, dim: int, specs: list[TensorSpec]) -> Layouts:
-    def box(spec: TensorSpec, rank: int) -> Box:
-        if dim >= len(spec.shape):
-            return Box.whole(spec.shape)
-        start, stop = (spec.shape[dim] * r // world for r in (rank, rank + 1))
-        offsets, lengths = [0] * len(spec.shape), list(spec.shape)
-        offsets[dim], lengths[dim] = start, stop - start
-        return Box(tuple(offsets), tuple(lengths))
-
-    return {rank: tuple(Shard(spec, box(spec, rank)) for spec in specs) for rank in range(world)}
-
-
-MODEL = [
-    TensorSpec("param", "embed", (12, 6), "bfloat16", 2),
-    TensorSpec("exp_avg", "embed", (12, 6), "float32", 4),
-    TensorSpec("param", "odd", (7,), "bfloat16", 2),
-    TensorSpec("main_param", "odd", (7,), "float32", 4),
-    TensorSpec("param", "steps", (), "int64", 8),
-    TensorSpec("param", "empty", (0, 4), "float32", 4),
-    TensorSpec("param", "experts", (3, 4, 5), "uint8", 1),
-]
-
-
-def plan_between(source: Layouts, target: Layouts, staging_nbytes: int = 256) -> MigrationPlan:
-    slots = source.keys() | target.keys()
-    plan = make_plan(source, target, dict.fromkeys(slots, "node"), staging_nbytes=staging_nbytes)
-    plan.check()
-    return plan
-
-
-def move_in_threads(plan: MigrationPlan, contiguous: bool, on_event: Callable[[str], None] = lambda event: None) -> Any:
+def move_in_threads(
+    plan: MigrationPlan,
+    contiguous: bool,
+    on_event: Callable[[str], None] = lambda event: None,
+    kinds: dict[int, type[Mover]] | None = None,
+) -> Any:
     """Every rank of the plan as a thread with a gloo group of its own; the reports, and whether all bytes are right."""
     world = len(plan.slots)
     group = [GlooTransport(world, rank, "threads") for rank in range(world)]
@@ -100,9 +50,9 @@ def move_in_threads(plan: MigrationPlan, contiguous: bool, on_event: Callable[[s
         group[rank].connect(rendezvous, 20.0)
         source, target = plan.source[rank], plan.target[rank]
         targets = views_for(target, filled=False, contiguous=not contiguous)
-        mover = Mover(
-            plan.for_rank(rank), group[rank], views_for(source, True, contiguous), source, targets, target, "cpu"
-        )
+        kind = (kinds or {}).get(rank, Mover)
+        views = views_for(source, True, contiguous)
+        mover = kind(plan.for_rank(rank), group[rank], views, source, targets, target, "cpu")
         report = mover.run(20.0, on_event)
         mover.close()
         return report, all(same_bytes(view, part_of(shard)) for view, shard in zip(targets, target, strict=True))
@@ -203,6 +153,16 @@ def test_corrupted_byte_is_caught_and_named() -> None:
     assert caught.value.count == 1
     assert "exp_avg embed[" in str(caught.value)
     assert "to rank 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_in_transit_is_caught_and_named(kind: type[Mover]) -> None:
+    plan = plan_between(tensor_parallel(2, 0, TWINS), tensor_parallel(2, 1, TWINS), staging_nbytes=4096)
+    results = move_in_threads(plan, True, kinds={1: kind})
+    with pytest.raises(CertificateError, match="to rank 1") as caught:
+        compare(plan, [report for report, _ in results])
+    assert caught.value.count == DAMAGES[kind]
+    assert [good for _, good in results] == [True, False]
 
 
 def test_process_killed_between_two_rounds_ends_the_others_with_an_error() -> None:

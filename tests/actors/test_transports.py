@@ -14,7 +14,7 @@ import torch.distributed as dist
 from processes import Board, join_group, run_processes
 
 from ray_etc.actors.errors import CertificateError, TransportError, TransportTimeout
-from ray_etc.actors.transports import GlooTransport, NcclTransport, Transport, register
+from ray_etc.actors.transports import GlooTransport, NcclTransport, Transport, nccl, register
 
 
 def message(source: int, destination: int, nbytes: int) -> torch.Tensor:
@@ -208,6 +208,42 @@ def test_errors_cross_processes() -> None:
         assert type(again) is type(error)
         assert str(again) == str(error)
         assert vars(again) == vars(error)
+
+
+class Communicator:
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_communicator_that_comes_before_or_after_an_abort_is_taken_down() -> None:
+    transport, early, late = NcclTransport(2, 0, "group"), Communicator(), Communicator()
+    transport._take_in(early)
+    assert not early.is_aborted
+    transport.abort()
+    transport._take_in(late)
+    assert early.is_aborted
+    assert late.is_aborted
+
+
+def test_abort_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "ABORT_S", 0.1)
+    transport, let_go = NcclTransport(2, 0, "group"), threading.Event()
+
+    class Hanging(Communicator):
+        def abort(self) -> None:
+            let_go.wait(20.0)
+
+    transport._take_in(Hanging())
+    monkeypatch.setattr(transport, "_stream", object())
+    start = time.monotonic()
+    transport.abort()
+    transport.destroy_group()
+    with pytest.raises(RuntimeError, match="aborted"):
+        transport._enqueue(lambda communicator, stream: None)
+    assert time.monotonic() - start < 10.0
+    let_go.set()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_mover import MODEL, Layouts, part_of, plan_between, same_bytes, tensor_parallel, views_for
+from moves import MODEL, Layouts, part_of, plan_between, same_bytes, tensor_parallel, views_for
 
 from ray_etc.actors.sums import as_integers
 from ray_etc.actors.work import Work

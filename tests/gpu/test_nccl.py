@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from moves import DAMAGES, MODEL, TWINS, part_of, plan_between, same_bytes, tensor_parallel, views_for
 from processes import Board, join_group, run_processes, wait_gone
 from slices import HOWS, memory
-from test_mover import MODEL, part_of, plan_between, same_bytes, tensor_parallel, views_for
 
 from ray_etc.actors import sharing
 from ray_etc.actors.certificate import compare
@@ -25,6 +26,7 @@ from ray_etc.actors.passes import Job, Pass
 from ray_etc.actors.pipeline import BUFFERS
 from ray_etc.actors.sums import weighted_sum
 from ray_etc.actors.transports import NcclTransport, Transport
+from ray_etc.actors.transports.base import Deadline, Rendezvous
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import Shard, TensorSpec
 from ray_etc.planners.plan import MigrationPlan
@@ -131,20 +133,57 @@ def test_broken_exchange_ends_in_time_and_leaves_the_gpu_usable(how: str) -> Non
         assert kind == TransportError.__name__
 
 
+class Late(NcclTransport):
+    """Comes to the meeting, but to NCCL's own set-up only after the others have given up."""
+
+    def _meet(self, meeting: Rendezvous, deadline: Deadline) -> dist.Store:
+        store = super()._meet(meeting, deadline)
+        BOARDS[0].get("gave up")
+        return store
+
+
+BOARDS: list[Board] = []
+
+
+def late_body(rank: int, board: Board) -> tuple[str, bool, bool]:
+    BOARDS.append(board)
+    join(rank, board, name="warm").destroy_group()
+    transport = (Late if rank else NcclTransport)(2, rank, "late")
+    if rank == 0:
+        board.put("late", transport.rendezvous("127.0.0.1"))
+    with pytest.raises(TransportError) as caught:
+        transport.connect(board.get("late"), 8.0 if rank else 2.0)
+    board.put("gave up")
+    for thread in threading.enumerate():
+        if thread.name == "connect late":
+            thread.join(20.0)
+    is_over = not any(thread.name == "connect late" for thread in threading.enumerate())
+    again = join(rank, board, name="again")
+    buffer = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    again.exchange({1 - rank: torch.full_like(buffer, rank)}, {1 - rank: buffer}, 30.0)
+    again.destroy_group()
+    return str(caught.value), is_over, bool((buffer == 1 - rank).all())
+
+
+def test_communicator_that_comes_after_its_deadline_is_taken_down() -> None:
+    outcomes = run_processes(2, late_body, timeout_s=120)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert "hangs while it connects" in outcomes[0].value[0]
+    assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * 2
+
+
 def move_body(
     rank: int,
     board: Board,
     plan: MigrationPlan,
     direct_nbytes: int,
     faults: dict[int, Fault],
-    kinds: dict[int, type[Mover]] | None = None,
 ) -> tuple[MoveReport, bool]:
     transport = join(rank, board, len(plan.slots))
     source, target = plan.source[rank], plan.target[rank]
     sources = [view.cuda() for view in views_for(source, filled=True, contiguous=False)]
     targets = [view.cuda() for view in views_for(target, filled=False)]
-    kind = (kinds or {}).get(rank, Mover)
-    mover = kind(plan.for_rank(rank), transport, sources, source, targets, target, "cuda", direct_nbytes)
+    mover = Mover(plan.for_rank(rank), transport, sources, source, targets, target, "cuda", direct_nbytes)
     mover.prepare()
     report = mover.run(20.0, FaultInjector([faults[rank]] if rank in faults else [], targets))
     # As the driver does: nobody leaves the group while another still needs it.
@@ -181,25 +220,29 @@ def test_relays_wait_for_what_they_pass_on() -> None:
     compare(plan, [outcome.value[0] for outcome in outcomes])
 
 
-class DamagedInTransit(Mover):
-    """Flips a bit of what the first round received from the first peer, before it is unpacked."""
+def damages_body(rank: int, board: Board, plan: MigrationPlan) -> list[MoveReport]:
+    transport = join(rank, board)
+    source, target = plan.source[rank], plan.target[rank]
+    sources = [view.cuda() for view in views_for(source, filled=True)]
+    reports = []
+    for kind in DAMAGES:
+        targets = [view.cuda() for view in views_for(target, filled=False)]
+        mover = (kind if rank == 1 else Mover)(plan.for_rank(rank), transport, sources, source, targets, target)
+        reports.append(mover.run(20.0))
+    board.put(f"moved {rank}")
+    board.get(f"moved {1 - rank}")
+    transport.destroy_group()
+    return reports
 
-    def run(self, timeout_s: float, on_event: Any = None) -> MoveReport:
-        def damage(event: str) -> None:
-            if event == "round:0:received":
-                assert self._work is not None
-                next(iter(self._work.rounds[0].receives.values()))[0][:1].bitwise_xor_(1)
 
-        return super().run(timeout_s, damage)
-
-
-def test_byte_damaged_in_transit_is_caught_and_named() -> None:
-    plan = plan_between(tensor_parallel(2, 0, MODEL), tensor_parallel(2, 1, MODEL))
-    outcomes = run_processes(2, move_body, plan, 1 << 30, {}, {1: DamagedInTransit}, timeout_s=150)
-    with pytest.raises(CertificateError) as caught:
-        compare(plan, [outcome.value[0] for outcome in outcomes])
-    assert caught.value.count == 1
-    assert "to rank 1" in str(caught.value)
+def test_damage_in_transit_is_caught_and_named() -> None:
+    plan = plan_between(tensor_parallel(2, 0, TWINS), tensor_parallel(2, 1, TWINS), staging_nbytes=4096)
+    outcomes = run_processes(2, damages_body, plan, timeout_s=150)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    for kind, *reports in zip(DAMAGES, *(outcome.value for outcome in outcomes), strict=True):
+        with pytest.raises(CertificateError, match="to rank 1") as caught:
+            compare(plan, reports)
+        assert caught.value.count == DAMAGES[kind], kind
 
 
 def test_byte_damaged_in_the_target_is_caught_where_it_was_not_packed() -> None:

@@ -70,7 +70,7 @@ def groups() -> dict[str, int]:
 
 def main(address: str, config_file: Path, folder: Path) -> None:
     ray.init(address=address, log_to_driver=False)
-    run = start(folder, (2, 4), timeout_s=30.0)
+    run = start(folder, (2, 4), slots=2)
     story = Story(run)
     story.until("trains on the head", lambda: run.status().step >= 3)
 

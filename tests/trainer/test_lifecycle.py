@@ -13,13 +13,14 @@ from toy import train
 
 import ray_etc
 from ray_etc import ElasticTrainer, ParallelConfig
+from ray_etc.actors.faults import Fault
 
 pytestmark = pytest.mark.ray
 
 
 def test_dp2_to_dp4_when_a_node_joins_and_back_when_it_drains(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
-    run = start(tmp_path, (1, 4))
+    run = start(tmp_path, (1, 4), slots=2)
     wait_for_step(run)
     assert run.status().parallel == ParallelConfig(data_parallel=2)
     plan = run.plan(4)
@@ -64,7 +65,7 @@ def test_requested_dp3_to_dp1_to_dp2_plain_optimizer(nodes: Any, tmp_path: Path)
 
 def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
-    run = start(tmp_path, (1, 8))
+    run = start(tmp_path, (1, 8), slots=2)
     wait_for_step(run)
     with pytest.raises(ValueError, match="batch 12 cannot be split by data_parallel=5; use a divisor of 12"):
         run.resize(5)
@@ -78,14 +79,14 @@ def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_
 
 def test_user_error_names_rank_and_step_and_comes_first(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
-    run = start(tmp_path, 2, faults={(0, 1): ("raise in step", 4)})
+    run = start(tmp_path, 2, faults={(0, 1): Fault("step:4", "raise")})
     with pytest.raises(WorkerGroupError) as caught:
         run.result(60.0)
     message = str(caught.value).partition("\n")[2]
-    assert message.startswith("KeyError: 'sample 54 is not there'\nraised on rank 1")
+    assert message.startswith("RuntimeError: injected fault at step:4\nraised on rank 1")
     assert "step 4" in message
-    assert 'raise KeyError(f"sample {samples[0]} is not there")' in message
-    assert isinstance(caught.value.worker_failures[1], KeyError)
+    assert 'script(f"step:{step}")' in message
+    assert isinstance(caught.value.worker_failures[1], RuntimeError)
 
 
 def test_loop_without_steps_is_told_what_to_do(nodes: Any, tmp_path: Path) -> None:

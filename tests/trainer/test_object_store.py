@@ -25,7 +25,7 @@ def created_nbytes(cluster: Cluster) -> int:
 
 def test_no_object_of_1_mib_is_put_in_a_handover(cluster: Cluster, nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
-    run = start(tmp_path, (1, 2), size=SIZE, timeout_s=30.0)
+    run = start(tmp_path, (1, 2), size=SIZE)
     wait_for_step(run)
     before = created_nbytes(cluster)
     record = run.resize(parallel=ParallelConfig(data_parallel=2, distributed_optimizer=False))

@@ -6,8 +6,7 @@ the samples of step s are s * BATCH to (s + 1) * BATCH - 1.
 
 from __future__ import annotations
 
-import os
-import signal
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -18,14 +17,17 @@ import torch
 import torch.distributed as dist
 
 import ray_etc
+from ray_etc.actors.certificate import checksums
 from ray_etc.actors.faults import Fault, FaultInjector
-from ray_etc.actors.session import current_session
+from ray_etc.actors.session import Context, current_session
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
 
 SIZE = 60
 BATCH = 12
+
+Faults = dict[tuple[int, int], Fault]
 
 
 class Cursor:
@@ -68,18 +70,62 @@ class Momentum(torch.optim.Optimizer):
         self.weight.data[self.mine] -= 0.1 * self.momentum
 
 
+class Script:
+    """The faults that a test has written down for this rank, or will have by the time of the event.
+
+    `faults` are by (generation, rank), or a file that holds such a dict; then the moment of a fault is left beside it.
+    """
+
+    def __init__(self, faults: Faults | Path, context: Context, folder: Path) -> None:
+        self._faults, self._context, self._folder = faults, context, folder
+        self._who = (context.generation, context.world_rank)
+        self.views: list[torch.Tensor] = []
+
+    def __call__(self, event: str) -> None:
+        faults = _read(self._faults) if isinstance(self._faults, Path) else self._faults
+        if event.startswith("step:"):
+            self._await_peers(event, [who for who, fault in faults.items() if fault.event == event])
+        fault = faults.get(self._who)
+        if fault is not None and fault.event == event:
+            if isinstance(self._faults, Path):
+                self._faults.with_suffix(".happened").write_text(str(time.time()))
+            FaultInjector([fault], self.views)(event)
+
+    def _await_peers(self, event: str, whose: list[tuple[int, int]]) -> None:
+        """Before a fault in a step, until every rank is in that step: a death might else undo the step before it."""
+        generation = self._context.generation
+        if generation not in {each for each, _ in whose}:
+            return
+        marks = [self._folder / f"{event}-{generation}-{rank}" for rank in range(self._context.get_world_size())]
+        marks[self._context.world_rank].touch()
+        while not all(mark.exists() for mark in marks):
+            time.sleep(0.001)
+
+
+def _read(file: Path) -> Faults:
+    try:
+        return pickle.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+
+
 def train(config: dict[str, Any]) -> str:
-    """Train until the file `finish` appears. `config` may have the `size` of the weights, and `faults` by
-    (generation, rank)."""
+    """Train until the file `finish` appears, on a GPU where there is one.
+
+    `config` may have the `size` of the weights, `step_s`, and `faults` for `Script`. Its events are also "build" and
+    "step:i".
+    """
     context = ray_etc.get_context()
     parallel, at = context.parallel, context.coordinate
-    fault = config.get("faults", {}).get((context.generation, context.world_rank))
-    if fault == "die while preparing":
-        os.kill(os.getpid(), signal.SIGKILL)
+    script = Script(config.get("faults", {}), context, Path(config["finish"]).parent)
+    script("build")
     check_parallel(parallel)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = config.get("size", SIZE)
     box = split(parallel, at.data, size)
-    weight, momentum = torch.nn.Parameter(torch.zeros(size)), torch.zeros(box.lengths)
+    weight = torch.nn.Parameter(torch.zeros(size, device=device))
+    momentum = torch.zeros(box.lengths, device=device)
+    slope = ramp(size, device)
     optimizer, cursor = Momentum(weight, momentum, box), Cursor()
     state = ray_etc.TrainState(
         [
@@ -90,29 +136,42 @@ def train(config: dict[str, Any]) -> str:
         optimizers=[optimizer],
         check_parallel=check_parallel,
     )
-    if isinstance(fault, Fault):
-        current_session().on_move_event = FaultInjector([fault], state.views())
+    script.views = state.views()
+    current_session().on_move_event = script
     for step in ray_etc.steps(state, total=config.get("steps", 100_000)):
+        began_at, sums = time.time(), [checksums(state.views()).tolist()]
         each = BATCH // parallel.data_parallel
         samples = [cursor.samples + at.data * each + i for i in range(each)]
-        if fault == ("die in step", step):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault == ("raise in step", step):
-            raise KeyError(f"sample {samples[0]} is not there")
-        gradient = torch.tensor([float(sum(samples)), float(Path(config["finish"]).exists())])
+        script(f"step:{step}")
+        gradient = torch.tensor([float(sum(samples)), float(Path(config["finish"]).exists())], device=device)
         dist.all_reduce(gradient)
-        weight.grad = torch.full((size,), gradient[0].item()) * torch.arange(1, size + 1) / 1e4
+        weight.grad = gradient[0].item() * slope
         optimizer.step()
         if parallel.distributed_optimizer:
-            parts = [torch.zeros(box.lengths) for _ in range(parallel.data_parallel)]
+            parts = [torch.zeros(box.lengths, device=device) for _ in range(parallel.data_parallel)]
             dist.all_gather(parts, weight.data[optimizer.mine].clone())
             weight.data.copy_(torch.cat(parts))
         cursor.samples += BATCH
-        ray_etc.report({"weight": weight.data[:SIZE].tolist(), "samples": samples, "generation": context.generation})
+        sums.append(checksums(state.views()).tolist())
+        ray_etc.report(
+            {
+                "weight": weight.data[:SIZE].tolist(),
+                "samples": samples,
+                "generation": context.generation,
+                "began_at": began_at,
+                "sums": sums,
+                "free_nbytes": torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0,
+            }
+        )
         time.sleep(config.get("step_s", 0.02))
         if gradient[1].item():
             break
     return "trained"
+
+
+def ramp(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Each weight's share of the gradient. Divided by a power of two, so that GPUs round as CPUs do."""
+    return torch.arange(1, size + 1, dtype=torch.float32, device=device) / 8192
 
 
 def expected_weights(steps: int) -> list[float]:
@@ -120,7 +179,7 @@ def expected_weights(steps: int) -> list[float]:
     weight, momentum = torch.zeros(SIZE), torch.zeros(SIZE)
     for step in range(steps):
         total = float(sum(range(step * BATCH, (step + 1) * BATCH)))
-        momentum.mul_(0.5).add_(torch.full((SIZE,), total) * torch.arange(1, SIZE + 1) / 1e4)
+        momentum.mul_(0.5).add_(total * ramp(SIZE))
         weight -= 0.1 * momentum
     return weight.tolist()
 

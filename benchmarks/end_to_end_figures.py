@@ -1,0 +1,76 @@
+"""The figures of `benchmarks.end_to_end`, made of the moments at which steps started and ended."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+SETTLING_STEPS = 10
+"""Of a new generation: later ones say what is normal."""
+NORMAL = 1.05
+"""A step is back to normal from this multiple of the normal time on down."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks: it starts, and ends, with the last of them. Moments are Unix times in seconds."""
+
+    number: int
+    started_at: float
+    ended_at: float
+    loss: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.started_at
+
+
+def of_all_ranks(ranks: Iterable[Step]) -> Step:
+    """One step, from what each rank says of it."""
+    steps = list(ranks)
+    first = steps[0]
+    return Step(first.number, max(each.started_at for each in steps), max(each.ended_at for each in steps), first.loss)
+
+
+def normal_step_s(steps: Sequence[Step]) -> float | None:
+    """The median of a generation's steps from the eleventh on; None where there are none."""
+    later = [step.seconds for step in steps[SETTLING_STEPS:]]
+    return statistics.median(later) if later else None
+
+
+def back_to_normal(steps: Sequence[Step], paused_at: float) -> dict[str, Any]:
+    """How a generation gets going after a pause: up to the first of two steps in a row that are normal."""
+    normal_s = normal_step_s(steps)
+    first: dict[str, Any] = {
+        "first_steps_s": [step.seconds for step in steps[:SETTLING_STEPS]],
+        "normal_step_s": normal_s,
+        "steps_until_normal": None,
+        "normal_after_s": None,
+    }
+    for index, pair in enumerate(pairwise(steps)):
+        if normal_s is not None and all(step.seconds <= NORMAL * normal_s for step in pair):
+            return first | {"steps_until_normal": index, "normal_after_s": pair[0].started_at - paused_at}
+    return first
+
+
+def shadow(before: Sequence[Step], beside: Sequence[Step]) -> dict[str, Any]:
+    """Step time of a generation before the next one is prepared, and while it is."""
+    alone = [step.seconds for step in before[SETTLING_STEPS:]]
+    slowed = [step.seconds for step in beside]
+    if not alone or not slowed:
+        return {"shadow_steps": len(slowed), "shadow_slowdown": None}
+    return {
+        "shadow_steps": len(slowed),
+        "step_before_s": statistics.mean(alone),
+        "step_beside_shadow_s": statistics.mean(slowed),
+        "step_beside_shadow_max_s": max(slowed),
+        "shadow_slowdown": statistics.mean(slowed) / statistics.mean(alone) - 1.0,
+    }
+
+
+def largest_difference(losses: dict[int, float], others: dict[int, float]) -> float | None:
+    """Of the steps that both have; None where there are none."""
+    return max((abs(loss - others[step]) for step, loss in losses.items() if step in others), default=None)

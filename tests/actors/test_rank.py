@@ -1,0 +1,56 @@
+"""A rank's part in a handover that is given up, without Ray: what comes late is refused, what still runs is ended."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from test_session import CONTEXT
+
+from ray_etc.actors import rank as rank_module
+from ray_etc.actors.errors import ResizeFailed
+
+
+@pytest.fixture
+def rank() -> Any:
+    return rank_module.Rank.__ray_metadata__.modified_class(CONTEXT, {})  # type: ignore[attr-defined]
+
+
+def test_calls_of_a_handover_that_was_given_up_are_refused_however_late_they_come(rank: Any) -> None:
+    rank.end_migration("first", True)
+    calls: dict[str, tuple[Any, ...]] = {
+        "open_migration": ("ETC_GLOO", "first", 0, 1),
+        "connect_migration": ("first", b"", 1.0),
+        "prepare_move": ("first", None, (), None, False),
+        "move": ("first", 1.0),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(ResizeFailed, match="the handover over first has ended"):
+            getattr(rank, name)(*arguments)
+
+
+def test_buffers_go_when_the_move_has_noticed_that_its_group_is_closed(
+    rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_moving, is_closed = threading.Event(), threading.Event()
+    happened = []
+
+    class Moving:
+        def run(self, timeout_s: float, on_event: Any) -> None:
+            is_moving.set()
+            assert is_closed.wait(timeout_s)
+            happened.append("move ended")
+
+        def close(self) -> None:
+            happened.append("buffers gone")
+
+    rank._mover = Moving()
+    monkeypatch.setattr(rank_module, "close_group", lambda group: is_closed.set())
+    moving = threading.Thread(target=rank.move, args=("group", 10.0))
+    moving.start()
+    assert is_moving.wait(10.0)
+    rank.end_migration("group", True)
+    moving.join(10.0)
+    assert happened == ["move ended", "buffers gone"]
+    assert rank._mover is None
