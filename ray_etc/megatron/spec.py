@@ -81,7 +81,7 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     for layer in block.layer_specs:
-        _localize(layer)
+        localize(layer)
     block.layer_norm = local_norm
     return block
 
@@ -98,7 +98,8 @@ def local_mtp_spec(
     return mtp
 
 
-def _localize(layer: ModuleSpec) -> None:
+def localize(layer: ModuleSpec) -> None:
+    """Give one of Megatron's local layers the norms and the attention of this file."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = local_norm
     attention = parts.self_attention.submodules

@@ -12,19 +12,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 import ray_etc.megatron
 from ray_etc.actors.session import is_first_generation
 from ray_etc.megatron import cpu, mesh
-from ray_etc.megatron.spec import context_positions, local_block_spec, local_mtp_spec
+from ray_etc.megatron.spec import context_positions, local_block_spec, local_mtp_spec, local_norm, localize
 from ray_etc.megatron.streams import seed_streams
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -108,6 +119,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": True,
         **HEADS,
     },
+    "hybrid": {**LLAMA, "num_layers": 4, "hybrid_layer_pattern": "*-*-"},
+    "hybrid with experts": {
+        **EXPERTS,
+        "num_layers": 4,
+        "hybrid_layer_pattern": "*-*E",
+        "moe_layer_freq": [0, 0, 0, 1],
+    },
     "two heads": {**LLAMA, **HEADS},
     "two heads, tied": {**LLAMA, **HEADS, "is_tied": True},
 }
@@ -180,6 +198,7 @@ class Trainee:
             "share_embeddings_and_output_weights": given.pop("is_tied", False),
             "position_embedding_type": given.pop("position", "rope"),
         }
+        pattern = given.pop("hybrid_layer_pattern", None)
         config_type = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
         config = config_type(
             **given,
@@ -194,16 +213,18 @@ class Trainee:
         for number in range(self._parallel.virtual_pipeline):
             stage = None if self._parallel.virtual_pipeline == 1 else number
             place = {"ignore_virtual": False, "vp_stage": stage} if stage is not None else {}
-            block = local_block_spec(config, stage)
-            module: torch.nn.Module = GPTModel(
-                config,
-                block,
+            here = {
                 **shared,
-                pre_process=parallel_state.is_pipeline_first_stage(**place),
-                post_process=parallel_state.is_pipeline_last_stage(**place),
-                mtp_block_spec=local_mtp_spec(config, block, stage),
-                vp_stage=stage,
-            )
+                "pre_process": parallel_state.is_pipeline_first_stage(**place),
+                "post_process": parallel_state.is_pipeline_last_stage(**place),
+                "vp_stage": stage,
+            }
+            module: torch.nn.Module
+            if pattern is None:
+                block = local_block_spec(config, stage)
+                module = GPTModel(config, block, **here, mtp_block_spec=local_mtp_spec(config, block, stage))
+            else:
+                module = HybridModel(config, _hybrid_spec(config), **here, hybrid_layer_pattern=pattern)
             _zero_padding(module, self.config.vocab_size)
             if dtype != torch.float32:
                 module = Float16Module(config, module)
@@ -272,6 +293,33 @@ class Trainee:
 def trainee(model: str, optimizer: Mapping[str, Any], batch_size: int, **change: Any) -> Callable[..., Trainee]:
     """What makes the model of that name, changed, under a parallel configuration."""
     return partial(Trainee, model={**MODELS[model], **change}, optimizer=optimizer, batch_size=batch_size)
+
+
+def _hybrid_spec(config: TransformerConfig) -> ModuleSpec:
+    """The layers of a HybridModel: attention, MLP and experts each on their own, here from Megatron's local modules.
+
+    Its stack ends in a norm of Transformer Engine's, in whose place is another.
+    """
+    hybrid_block.TENorm = local_norm
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization=config.normalization)
+    for layer in specs:
+        localize(layer)
+    dense, experts = (specs[at].submodules for at in (0, -1))
+    attention = TransformerLayerSubmodules(
+        input_layernorm=local_norm, self_attention=dense.self_attention, self_attn_bda=dense.self_attn_bda
+    )
+
+    def mlp(parts: Any) -> TransformerLayerSubmodules:
+        return TransformerLayerSubmodules(pre_mlp_layernorm=local_norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+
+    return ModuleSpec(
+        HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp(dense)),
+            moe_layer=ModuleSpec(MoETransformerLayer, submodules=mlp(experts)),
+        ),
+    )
 
 
 def _padded_columns(vocab_size: int, logits: torch.Tensor) -> torch.Tensor:

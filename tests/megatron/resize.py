@@ -359,7 +359,8 @@ def _samples(by_rank: Sequence[list[int]], parallel: ParallelConfig) -> list[int
     """What one step was trained on, in the order of micro-batches; all ranks of a replica saw the same."""
     by_data: dict[int, list[int]] = {}
     for rank, samples in enumerate(by_rank):
-        assert by_data.setdefault(parallel.coordinate(rank).data, samples) == samples
+        replica = parallel.coordinate(rank).data // parallel.context_parallel
+        assert by_data.setdefault(replica, samples) == samples
     replicas = [by_data[data] for data in range(parallel.data_parallel)]
     return [
         sample
