@@ -180,7 +180,8 @@ def _check_sequence(model: GPTConfig, parallel: ParallelConfig) -> None:
     _require_divisor("sequence_length", model.sequence_length, "2 x context_parallel", chunks)
     if parallel.sequence_parallel:
         length = model.sequence_length // parallel.context_parallel
-        _require_divisor("sequence_length", length, "tensor_parallel", parallel.tensor_parallel)
+        name = "sequence_length" if chunks == 1 else "sequence_length / context_parallel"
+        _require_divisor(name, length, "tensor_parallel", parallel.tensor_parallel)
 
 
 def _check_stages(model: GPTConfig, parallel: ParallelConfig, micro_batches: int) -> None:

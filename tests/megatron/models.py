@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from grouped import group_experts
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
@@ -100,6 +101,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent attention, whole queries": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
     "experts": EXPERTS,
     "experts, grouped": {**EXPERTS, "moe_grouped_gemm": True},
+    "experts, grouped by a stand-in of Transformer Engine's": {**EXPERTS, "is_grouped": True},
     "experts, plain": {**EXPERTS, "gated_linear_unit": False, "activation_func": F.gelu, "normalization": "LayerNorm"},
     "experts, biased router": {
         **EXPERTS,
@@ -198,6 +200,7 @@ class Trainee:
             "share_embeddings_and_output_weights": given.pop("is_tied", False),
             "position_embedding_type": given.pop("position", "rope"),
         }
+        is_grouped = given.pop("is_grouped", False)
         pattern = given.pop("hybrid_layer_pattern", None)
         config_type = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
         config = config_type(
@@ -222,6 +225,8 @@ class Trainee:
             module: torch.nn.Module
             if pattern is None:
                 block = local_block_spec(config, stage)
+                for layer in block.layer_specs if is_grouped else ():
+                    group_experts(layer)
                 module = GPTModel(config, block, **here, mtp_block_spec=local_mtp_spec(config, block, stage))
             else:
                 module = HybridModel(config, _hybrid_spec(config), **here, hybrid_layer_pattern=pattern)
