@@ -187,7 +187,13 @@ def _check_sequence(model: GPTConfig, parallel: ParallelConfig) -> None:
 def _check_stages(model: GPTConfig, parallel: ParallelConfig, micro_batches: int) -> None:
     stages, chunks = parallel.pipeline_parallel, parallel.virtual_pipeline
     if parallel.pipeline_layers is not None:
-        parallel.layers_of_virtual_stages(model.num_layers)  # ValueError where they are not the model's
+        layers = parallel.layers_of_virtual_stages(model.num_layers)  # ValueError where they are not the model's
+        for stage in range(1, stages - 1):
+            if not any(layers[stage::stages]):
+                raise ValueError(
+                    f"pipeline_layers={parallel.pipeline_layers} leaves nothing to stage {stage}; give each stage "
+                    "between the first and the last a layer"
+                )
     elif chunks == 1:
         _require_divisor("num_layers", model.num_layers, "pipeline_parallel", stages)
     else:

@@ -177,13 +177,15 @@ PIPELINE = [
     Row("llama", mesh(pp=2, vpp=2), mesh(dp=2), change=FOUR_LAYERS),
     Row("llama", ONE, mesh(pp=2, vpp=2), BF16, FOUR_LAYERS, quick=True),
     Row("llama", mesh(tp=2, pp=2, vpp=2), mesh(pp=2, dp=2, **PLAIN), BF16, FOUR_LAYERS),
-    Row("gpt2", mesh(pp=2, vpp=2), mesh(pp=2), BF16, FOUR_LAYERS),
+    Row("gpt2", mesh(pp=2, vpp=2), mesh(pp=2), BF16, FOUR_LAYERS, oracle="catalogue", why=TWO_COPIES),
+    Row("gpt2", mesh(pp=2, vpp=2), mesh(dp=2), BF16, {**FOUR_LAYERS, **ROUND}),
     Row("experts", mesh(pp=2, dp=2, ep=2, vpp=2), mesh(dp=4, ep=4), BF16, FOUR_LAYERS, quick=True),
     Row("llama", mesh(pp=2, pipeline_layers=(1, 2)), mesh(tp=2), BF16, THREE_LAYERS, quick=True),
     Row(
         "llama", mesh(pp=2, pipeline_layers=(1, 2)), mesh(pp=2, pipeline_layers=(2, 1)), BF16, THREE_LAYERS, quick=True
     ),
-    Row("llama", mesh(pp=4, pipeline_layers=(1, 0, 2, 1)), mesh(pp=2, dp=2), BF16, FOUR_LAYERS),
+    Row("llama", mesh(pp=3, pipeline_layers=(1, 2, 1)), mesh(pp=2, dp=2), BF16, FOUR_LAYERS),
+    Row("llama", mesh(pp=3, pipeline_layers=(1, 2, 1)), mesh(tp=2), BF16, {**FOUR_LAYERS, "uneven_by_ends": True}),
     Row("llama", mesh(pp=2, vpp=2, pipeline_layers=(1, 2, 1, 1)), mesh(pp=3), change={"num_layers": 5}),
     Row("experts in some layers", mesh(pp=2, pipeline_layers=(3, 1)), mesh(dp=2, ep=2), BF16, FOUR_LAYERS),
 ]

@@ -203,9 +203,15 @@ class Trainee:
         is_grouped = given.pop("is_grouped", False)
         pattern = given.pop("hybrid_layer_pattern", None)
         config_type = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
+        axes = mesh.transformer_arguments(self._parallel, given["num_layers"], given.get("mtp_num_layers") or 0)
+        if given.pop("uneven_by_ends", False) and self._parallel.pipeline_layers:  # the other way to say it
+            layers = self._parallel.pipeline_layers
+            axes["pipeline_model_parallel_layout"] = None
+            axes["num_layers_in_first_pipeline_stage"] = layers[0]
+            axes["num_layers_in_last_pipeline_stage"] = layers[-1]
         config = config_type(
             **given,
-            **mesh.transformer_arguments(self._parallel, given["num_layers"], given.get("mtp_num_layers") or 0),
+            **axes,
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
             params_dtype=dtype,

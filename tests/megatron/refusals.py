@@ -55,6 +55,11 @@ REFUSALS = [
         parallel=mesh(tp=2, sequence_parallel=False),
     ),
     Refusal(
+        "a stage without layers between the first and the last",
+        "a train state without tensors",
+        parallel=mesh(pp=3, pipeline_layers=(1, 0, 1)),
+    ),
+    Refusal(
         "a tied embedding with several heads of prediction over several stages",
         "output_layer_weight_key not in sharded_state_dict",
         by="Megatron",

@@ -97,6 +97,12 @@ BATCH = BatchConfig(global_batch_size=8, micro_batch_size=2)
         ),
         (
             {},
+            ParallelConfig(1, 3, pipeline_layers=(2, 0, 2)),
+            "pipeline_layers=(2, 0, 2) leaves nothing to stage 1; give each stage between the first and the last a "
+            "layer",
+        ),
+        (
+            {},
             ParallelConfig(1, 2, 4, virtual_pipeline=2),
             "1 micro-batches a replica cannot be interleaved over pipeline_parallel=2 stages of virtual_pipeline=2 "
             "chunks; use a multiple of 2 micro-batches",
