@@ -82,21 +82,18 @@ class OptimizerProgress:
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": max([compat.adam_step(leaf) for leaf in self._leaves]) or self._steps,
-            "grad_scalers": {
-                compat.is_for_experts(leaf): scaler.state_dict() for leaf, scaler in self._scaled_leaves()
-            },
-        }
+        scales = {compat.is_for_experts(leaf): scaler.state_dict() for leaf, scaler in self._scaled_leaves()}
+        if False in scales:
+            # Experts without a mesh of their own are scaled as everything else.
+            scales.setdefault(True, scales[False])
+        return {"step": max([compat.adam_step(leaf) for leaf in self._leaves]) or self._steps, "grad_scalers": scales}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps = state_dict["step"]
         for leaf in self._leaves:
             compat.set_adam_step(leaf, state_dict["step"])
-        scales = state_dict["grad_scalers"]
         for leaf, scaler in self._scaled_leaves():
-            # Experts that had no mesh of their own were scaled as everything else.
-            scaler.load_state_dict(scales.get(compat.is_for_experts(leaf), scales[False]))
+            scaler.load_state_dict(state_dict["grad_scalers"][compat.is_for_experts(leaf)])
 
     def _scaled_leaves(self) -> list[tuple[MegatronOptimizer, Any]]:
         scalers = [(leaf, getattr(leaf, "grad_scaler", None)) for leaf in self._leaves]

@@ -71,10 +71,14 @@ PLAIN = {"distributed_optimizer": False}
 NO_SP = {"sequence_parallel": False}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP16: dict[str, Any] = {"dtype": torch.float16, "initial_loss_scale": 2.0**16, "loss_scale_window": 2, "hysteresis": 1}
+SGD: dict[str, Any] = {"optimizer": "sgd"}
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 300}
 FOUR_LAYERS = {"num_layers": 4}
 THREE_LAYERS = {"num_layers": 3}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 ROUND = {"vocab_size": 32}
+PADDED = "Megatron's checkpoint takes the padding between several gradient buckets for state"
+NO_SGD = "Megatron cannot load the optimizer state of SGD"
 NO_EXPERTS = "Megatron cannot save the optimizer of a stage that has no experts while others have some"
 TWO_COPIES = (
     "Megatron's checkpoint loses the end of the optimizer state of an embedding that the first and the last stage hold"
@@ -204,14 +208,21 @@ OPTIMIZERS = [
     Row("llama", mesh(dp=2), mesh(tp=2), FP16, quick=True),
     Row("experts", mesh(dp=2, ep=2), mesh(dp=2), FP16, quick=True),
     Row("experts", mesh(tp=2), mesh(dp=2, ep=2, **PLAIN), FP16),
-    Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), {"optimizer": "sgd"}, quick=True),
-    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(pp=2, **PLAIN), {"optimizer": "sgd", **BF16}),
-    Row("llama", mesh(dp=2, **PLAIN), mesh(pp=2, **PLAIN), {"optimizer": "sgd", "sgd_momentum": 0.0}),
+    Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), SGD, oracle="catalogue", why=NO_SGD, quick=True),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(pp=2, **PLAIN), {**SGD, **BF16}, oracle="catalogue", why=NO_SGD),
+    Row(
+        "llama",
+        mesh(dp=2, **PLAIN),
+        mesh(pp=2, **PLAIN),
+        {**SGD, "sgd_momentum": 0.0},
+        oracle="catalogue",
+        why=NO_SGD,
+    ),
     Row("llama", mesh(dp=4), mesh(dp=2), {"instances": 2, **BF16}, quick=True),
     Row("llama", mesh(dp=4), mesh(tp=2, dp=2), {"instances": 2}),
-    Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {"overlap_grad_reduce": True, "bucket_size": 500, **BF16}, quick=True),
+    Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED, quick=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(pp=2, dp=2), {"overlap_grad_reduce": True, **BF16}, FOUR_LAYERS),
-    Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2), {"overlap_grad_reduce": True, "bucket_size": 300, **BF16}),
+    Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED),
 ]
 
 GROUPS = {

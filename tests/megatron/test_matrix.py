@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from logical import differing as differing_logical
 from logical import whole
 from matrix import ROWS, Row
@@ -27,6 +28,10 @@ def test_state_is_the_same_bits(row: Row, tmp_path: Path) -> None:
         old.ask("train", 2)
         memory_before = old.ask("memory")
         catalogued = whole(old.ask("shards"))
+        for (kind, name), values in catalogued.items():
+            if kind == "main_param":  # so the ranges of the optimizer are where they should be
+                weight = catalogued["param", name]
+                assert torch.equal(values.to(weight.dtype), weight), f"{name} is not its main weight, rounded"
         if row.oracle == "checkpoint":
             before = old.whole()
             old.ask("save", tmp_path)
