@@ -51,6 +51,8 @@ def state(
             "most of a rank's weights are a step old; set it to False"
         )
     shards = describe(chunks, optimizer, vocab_size)
+    if not shards:
+        raise ValueError("this rank holds no tensor: its pipeline stage has no layers; give each stage one")
     replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer)}
     if scheduler is not None:
         replicated["scheduler"] = SchedulerProgress(scheduler)
