@@ -30,7 +30,8 @@ def start_generation(generation: Generation, job: TrainJob, wait: Wait) -> None:
         ResizeFailed: a rank's train loop ended before that; the message ends with the user's own error.
     """
     timeout_s = job.start_timeout_s
-    [store] = wait([generation.ranks[0].open_store.remote(timeout_s)], timeout_s, "rank 0 to start")
+    wait(generation.becoming, timeout_s, f"the processes of generation {generation.number} to start")
+    [store] = wait([generation.ranks[0].open_store.remote(timeout_s)], timeout_s, "rank 0 to open a store")
     generation.start_loops(store, job)
     entering = [rank.wait_entered.remote(timeout_s) for rank in generation.ranks]
     entered = wait(entering, timeout_s, f"generation {generation.number} to build its model")

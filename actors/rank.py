@@ -1,11 +1,15 @@
 """A rank: one training process, as a Ray actor in one slot, of one generation.
 
+Until it is told which by `become`, the process is nobody's; a standby waits so, with everything imported.
+
 `train` runs the user's loop in a thread of its own; everything else is a control call and answers while it runs.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +23,7 @@ import torch.distributed as dist
 
 from ray_etc.actors import sharing
 from ray_etc.actors.errors import ResizeFailed
+from ray_etc.actors.imports import import_all, import_all_in_background
 from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced
 from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.session import Context, GenerationReplaced, open_session
@@ -28,6 +33,8 @@ from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.plan import RankPlan
 
+logger = logging.getLogger(__name__)
+
 LEAVE_GROUP_S = 15.0
 """How long what works for a group may take to notice that the group is closed; an abort waits 5 s, then 5 s more."""
 
@@ -36,20 +43,43 @@ LEAVE_GROUP_S = 15.0
 class Rank:
     """See the module's docstring. Methods stand in about the order in which a generation's life calls them."""
 
-    def __init__(self, context: Context, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
+        self._is_taken = threading.Event()
+        self._store: dist.TCPStore | None = None
+        self._mapped: list[torch.Tensor] = []
+        self._mover: Mover | None = None
+        self._working = threading.Lock()
+        self._ended: set[str] = set()
+
+    # Before it is a rank ---------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="train")
+    def warm(self, modules: list[str], in_background: bool) -> int:
+        """Import them, in this order, and answer with the process id. Makes no CUDA context by itself."""
+        import_all_in_background(modules) if in_background else import_all(modules)
+        if torch.cuda.is_initialized():
+            logger.warning("some import of the train loop makes a CUDA context: this standby takes GPU memory")
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def wait_taken(self) -> None:
+        """Until this process has become a rank: a call that is open all the time tells of its death at once."""
+        self._is_taken.wait()
+
+    @ray.method(concurrency_group="control")
+    def become(self, context: Context, environment: dict[str, str]) -> None:
+        """From now on this process is the rank of `context`."""
+        self._is_taken.set()
         os.environ.update(environment)
         if ray.util.get_node_ip_address().startswith("127."):
             for library in ("GLOO", "NCCL"):  # neither looks at loopback by itself
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         self._session = open_session(context)
         self._context = context
-        self._store: dist.TCPStore | None = None
-        self._mapped: list[torch.Tensor] = []
-        self._mover: Mover | None = None
-        self._working = threading.Lock()
-        self._ended: set[str] = set()
         # Of its own: the default stream of a rank that is stuck in a collective never gets to anything again.
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    # A generation's life ---------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -97,6 +127,11 @@ class Rank:
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:
         return self._session.progress()
+
+    @ray.method(concurrency_group="control")
+    def modules(self) -> list[str]:
+        """What this process has imported, in the order in which that began."""
+        return list(sys.modules)
 
     @ray.method(concurrency_group="control")
     def check_parallel(self, parallel: ParallelConfig) -> str | None:

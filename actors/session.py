@@ -42,6 +42,8 @@ class Context:
     local_world_size: int
     node_rank: int
     slot_id: int
+    about_step: int = 0
+    """Where the run stood when this generation was decided on; it will begin a little later."""
 
     @property
     def coordinate(self) -> Coordinate:
@@ -337,6 +339,11 @@ def open_session(context: Context) -> Session:
 def is_first_generation() -> bool:
     """Whether this process makes the training state anew, instead of taking over another generation's."""
     return _session is None or _session.context.generation == 0
+
+
+def about_step() -> int:
+    """Near which step this generation will begin, for what can be made ready beforehand."""
+    return _session.context.about_step if _session is not None else 0
 
 
 def current_session() -> Session:

@@ -23,6 +23,7 @@ from ray_etc.actors.messages import Failed, Finished
 from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import SlotPool
+from ray_etc.actors.standby import IDLE_PATIENCE_S, Standbys
 from ray_etc.choice import Chooser, largest
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
@@ -48,11 +49,13 @@ PEER_DEATH_S = 20.0
 class Controller:
     """Runs generations until one has trained to the end. `run` is the thread."""
 
-    def __init__(self, job: TrainJob, chooser: Chooser, scaling: ScalingConfig, book: ReportBook) -> None:
+    def __init__(
+        self, job: TrainJob, chooser: Chooser, scaling: ScalingConfig, book: ReportBook, warm_standbys: bool
+    ) -> None:
         self.job, self.scaling, self.book = job, scaling, book
         self.requests = RequestBox(Aim(scaling.max_workers, chooser))
         self.slots = SlotPool(job.resources, label_selector(scaling))
-        self.watch = Watch(self.slots, lambda: self.requests.aim.number)
+        self.watch = Watch(self.slots, lambda: self.requests.aim.number, Standbys(job, warm_standbys))
         self.records: list[ResizeRecord] = []
         self.activity = "starting"
         self._tensors: list[TensorSpec] = []
@@ -104,7 +107,7 @@ class Controller:
         usable = self.slots.usable
         chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in usable}).slot_of_rank
         self.activity = f"starting {parallel}"
-        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job)
+        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job, {}, 0)
         self.watch.current = generation
         try:
             start_generation(generation, self.job, self.watch.wait)
@@ -185,7 +188,10 @@ class Controller:
         held = {old.slots[rank].slot_id: old.entered[rank].layout for rank in old.survivors()}
         chosen = place(self._tensors, held, record.parallel_to, nodes).slot_of_rank
         slots = [self.slots[slot_id] for slot_id in chosen]
-        new = self.watch.preparing = Generation.create(record.generation, record.parallel_to, slots, self.job)
+        standbys = self.watch.standbys.take(slots)
+        about_step = self.book.latest_step + 1
+        new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys, about_step)
+        self.watch.preparing = new
         handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record)
         try:
             with record.phase("prepare"):
@@ -227,7 +233,10 @@ class Controller:
             return
         progress = self.book.poll(self.current, wait=False)
         first_steps = [(p.first_step_started_at, p.first_step_s) for p in progress if p is not None]
-        if self._unmeasured is None or len(first_steps) < len(progress) or any(None in each for each in first_steps):
+        if len(first_steps) < len(progress) or any(None in each for each in first_steps):
+            return
+        self.current.has_stepped = True
+        if self._unmeasured is None:
             return
         started_at = max(start for start, _ in first_steps if start is not None)
         self._unmeasured.pause_s = started_at - (self._unmeasured.paused_at or started_at)
@@ -236,6 +245,17 @@ class Controller:
 
     def _has_settled(self) -> bool:
         return time.monotonic() - max(self.slots.last_change, self.watch.last_death) > SETTLE_S
+
+    def _may_grow(self, current: Generation) -> bool:
+        """Not before the standbys of new slots are warm, so that starting costs the training nothing, if that helps."""
+        waited_s = time.monotonic() - self.slots.last_change
+        is_ready = self.watch.standbys.are_warm(self.slots.usable) or waited_s > IDLE_PATIENCE_S
+        return self._has_settled() and is_ready and time.monotonic() > self._grow_not_before and not current.dead
+
+    def _warm(self, current: Generation) -> tuple[int, ...]:
+        """Usable slots with a warm standby; none where one of a survivor's slots is not among them."""
+        usable, warm = {slot.slot_id for slot in self.slots.usable}, self.watch.standbys.pids.keys()
+        return tuple(sorted(usable & warm)) if current.living_slot_ids & usable <= warm else ()
 
     def _situation(self, current: Generation) -> Situation:
         may_move_away = time.monotonic() > self._drain_not_before
@@ -249,10 +269,11 @@ class Controller:
                 if slot.slot_id in current.slot_ids and may_move_away and not current.dead
             },
             dead_ranks=tuple(sorted(current.dead)) if deaths_settled else (),
+            warm=self._warm(current) if current.dead else (),
             requested=self.requests.parallel if self._unmeasured is None and not current.dead else None,
             at_least=self.scaling.min_workers,
             at_most=self.requests.aim.number,
-            is_settled=self._has_settled() and time.monotonic() > self._grow_not_before and not current.dead,
+            is_settled=self._may_grow(current),
         )
 
     def check(self, parallel: ParallelConfig) -> str | None:

@@ -28,6 +28,7 @@ def start(
     timeout_s: float = 30.0,
     callbacks: list[Any] | None = None,
     scaling: dict[str, Any] | None = None,
+    warm_standbys: bool = False,
     **config: Any,
 ) -> ElasticRun:
     """A run of the toy loop that goes on until `finish`, on all `slots` that there are: by default as many as it takes.
@@ -43,6 +44,7 @@ def start(
             scaling_config=ScalingConfig(num_workers=workers, **(scaling or {})),
             run_config=RunConfig(name="toy", callbacks=callbacks),
             timeout_s=timeout_s,
+            warm_standbys=warm_standbys,
         ).start()
         wait_until(run, lambda: run.status().slots_usable >= slots)
     return run
