@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, lcm
@@ -13,12 +13,14 @@ class Coordinate(NamedTuple):
     """A rank's place on the mesh, by its index on each axis.
 
     `data` counts the context and data axes as one, context first: such ranks hold the same weights, and ZeRO-1 and
-    ZeRO-3 split the state over all of them. Where a rank stands among the experts is said by its number in its stage.
+    ZeRO-3 split the state over all of them. The last two say where it stands among the experts of its stage.
     """
 
     tensor: int
     data: int
     pipeline: int
+    expert_tensor: int = 0
+    expert: int = 0
 
 
 def nearest(held: Collection[Coordinate], wanted: Coordinate) -> Coordinate:
@@ -29,15 +31,31 @@ def nearest(held: Collection[Coordinate], wanted: Coordinate) -> Coordinate:
     return min(held, key=lambda at: (at.data != wanted.data, at.data, at.tensor != wanted.tensor, at.tensor))
 
 
+def of_stage(held: Iterable[Coordinate], wanted: Coordinate) -> list[Coordinate]:
+    """Those of the same pipeline stage."""
+    return [at for at in held if at.pipeline == wanted.pipeline]
+
+
+def of_tensor(held: Iterable[Coordinate], wanted: Coordinate) -> list[Coordinate]:
+    """Those of the same stage that hold the same part of its tensors."""
+    return [at for at in of_stage(held, wanted) if at.tensor == wanted.tensor]
+
+
+def of_experts(held: Iterable[Coordinate], wanted: Coordinate) -> list[Coordinate]:
+    """Those of the same stage with the same place among its experts."""
+    place = (wanted.expert_tensor, wanted.expert)
+    return [at for at in of_stage(held, wanted) if (at.expert_tensor, at.expert) == place]
+
+
 def sources_of_streams(held: Collection[Coordinate], wanted: Coordinate) -> set[Coordinate]:
-    """The at most two old ranks whose streams the new rank at `wanted` may go on with.
+    """The at most three old ranks whose streams the new rank at `wanted` may go on with.
 
     One is the nearest of its pipeline stage, whatever its tensor index: what a tensor-parallel group must draw alike
-    comes from there. The other is the nearest with its own tensor index too, for what each rank draws for itself.
+    comes from there. The others are the nearest with its own tensor index, and with its own place among the experts,
+    for what each rank draws for itself.
     """
-    stage = [at for at in held if at.pipeline == wanted.pipeline]
-    own = [at for at in stage if at.tensor == wanted.tensor]
-    return {nearest(candidates, wanted) for candidates in (stage, own) if candidates}
+    candidates = [alike(held, wanted) for alike in (of_stage, of_tensor, of_experts)]
+    return {nearest(alike, wanted) for alike in candidates if alike}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +201,10 @@ class ParallelConfig:
         return " x ".join(f"{axis}={size}" for axis, size in axes)
 
     def coordinate(self, rank: int) -> Coordinate:
-        tensor = rank % self.tensor_parallel
-        data = rank // self.tensor_parallel % self.replicas
-        return Coordinate(tensor, data, rank // self.stage_size)
+        pipeline, place = divmod(rank, self.stage_size)
+        data, tensor = divmod(place, self.tensor_parallel)
+        expert = place // self.tensor_parallel_of_experts % self.expert_parallel
+        return Coordinate(tensor, data, pipeline, place % self.tensor_parallel_of_experts, expert)
 
     def layers_of_virtual_stages(self, num_layers: int) -> tuple[int, ...]:
         """How many of `num_layers` layers each virtual stage holds, in the order of the model.

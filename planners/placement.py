@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from math import gcd
 
 import numpy as np
 
@@ -39,7 +41,12 @@ def place(
     there = LayoutTable.of([tuple(held.get(slot, ())) for slot in slots])
     # What only slots that leave hold is in nobody's place.
     found = match(there, expected_table(tensors, parallel), all_of_it=False)
-    return assign(found.overlap(), slots, nodes, parallel.tensor_groups())
+    return assign(found.overlap(), slots, nodes, parallel.tensor_groups(_node_size(nodes)))
+
+
+def _node_size(nodes: Mapping[int, str]) -> int:
+    """Ranks that fill a node; where nodes differ, the most that fill each of them without a rest."""
+    return gcd(*Counter(nodes.values()).values())
 
 
 def preview(
@@ -51,7 +58,7 @@ def preview(
     return plan_resize(
         LayoutTable.of([tuple(held.get(slot, ())) for slot in slots]),
         expected_table(tensors, parallel),
-        parallel.tensor_groups(),
+        parallel.tensor_groups(_node_size(usable)),
         slots,
         {**usable, **nodes},
         usable=usable.keys(),

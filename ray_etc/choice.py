@@ -32,19 +32,10 @@ def as_chooser(parallel: ParallelConfig | Chooser | None) -> Chooser:
 
 def require_trainable(parallel: ParallelConfig) -> None:
     """Raise ValueError where `parallel` has an axis that is planned for, but that nothing trains under yet."""
-    plain = ParallelConfig()
-    for axis in (
-        "context_parallel",
-        "expert_parallel",
-        "expert_tensor_parallel",
-        "virtual_pipeline",
-        "pipeline_layers",
-        "fully_sharded",
-    ):
-        if (value := getattr(parallel, axis)) != getattr(plain, axis):
-            raise ValueError(
-                f"{axis}={value} can be planned (`python -m ray_etc plan`), but not trained under yet; leave it out"
-            )
+    if parallel.fully_sharded:
+        raise ValueError(
+            "fully_sharded=True can be planned (`python -m ray_etc plan`), but not trained under yet; leave it out"
+        )
 
 
 def largest(chooser: Chooser, at_most: int, check: Callable[[ParallelConfig], str | None]) -> ParallelConfig | None:

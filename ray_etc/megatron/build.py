@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ray_etc.actors.session import about_step, is_first_generation
-from ray_etc.megatron import cpu
+from ray_etc.megatron import cpu, mesh
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.data import SampleLoader, open_tokens
 from ray_etc.megatron.spec import local_block_spec
@@ -77,15 +77,19 @@ def build(
     )
     _initialize_microbatches(batch, parallel)
     seed_streams(seed, parallel_state.get_pipeline_model_parallel_rank())
-    module = _wrap(_gpt(config, parallel), parallel)
+    transformer = _transformer(config, parallel)
+    chunks = [
+        _wrap(_gpt(config, transformer, stage, parallel), parallel, is_first=stage in (None, 0))
+        for stage in ([None] if mesh.virtual_stages(parallel) is None else range(parallel.virtual_pipeline))
+    ]
     megatron_optimizer = get_megatron_optimizer(
-        settings.to_megatron(config.dtype, distributed=parallel.distributed_optimizer), [module]
+        settings.to_megatron(config.dtype, distributed=parallel.distributed_optimizer), chunks
     )
-    module.config.grad_scale_func = megatron_optimizer.scale_loss
-    module.config.finalize_model_grads_func = finalize_model_grads
+    transformer.grad_scale_func = megatron_optimizer.scale_loss
+    transformer.finalize_model_grads_func = finalize_model_grads
     scheduler = _scheduler(megatron_optimizer, settings)
     train_state = state(
-        module,
+        chunks,
         megatron_optimizer,
         scheduler=scheduler,
         loader=loader,
@@ -93,7 +97,7 @@ def build(
         check_parallel=partial(check_parallel, config, batch),
         seed=seed,
     )
-    task = Task(config, batch, module, megatron_optimizer, scheduler, loader, train_state)
+    task = Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
     if not is_first_generation():
         warm_up(task, parallel, about_step())
     return task
@@ -107,19 +111,10 @@ def _initialize_parallel(parallel: ParallelConfig) -> None:
     if dist.get_world_size() != parallel.world_size:
         raise ValueError(f"{parallel} needs {parallel.world_size} ranks; there are {dist.get_world_size()}")
     if parallel_state.model_parallel_is_initialized():
-        there = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        )
-        if there != (parallel.tensor_parallel, parallel.pipeline_parallel):
-            raise ValueError(
-                f"Megatron is already set up for TP{there[0]} PP{there[1]} in this process, not {parallel}"
-            )
+        if problem := mesh.difference(parallel):
+            raise ValueError(f"Megatron is already set up in this process, with {problem}")
         return
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_parallel,
-        pipeline_model_parallel_size=parallel.pipeline_parallel,
-    )
+    mesh.initialize(parallel)
 
 
 def _initialize_microbatches(batch: BatchConfig, parallel: ParallelConfig) -> None:
@@ -132,8 +127,8 @@ def _initialize_microbatches(batch: BatchConfig, parallel: ParallelConfig) -> No
     )
 
 
-def _gpt(config: GPTConfig, parallel: ParallelConfig) -> GPTModel:
-    transformer = TransformerConfig(
+def _transformer(config: GPTConfig, parallel: ParallelConfig) -> TransformerConfig:
+    return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -146,10 +141,8 @@ def _gpt(config: GPTConfig, parallel: ParallelConfig) -> GPTModel:
         add_bias_linear=False,
         hidden_dropout=config.dropout,
         attention_dropout=config.dropout,
-        tensor_model_parallel_size=parallel.tensor_parallel,
-        pipeline_model_parallel_size=parallel.pipeline_parallel,
-        # Without tensor parallelism there is nothing to split the sequence over, and Megatron refuses to be asked.
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor_parallel > 1,
+        **mesh.transformer_arguments(parallel, config.num_layers),
+        **_experts(config),
         bf16=config.bf16,
         params_dtype=config.dtype,
         pipeline_dtype=config.dtype,
@@ -162,17 +155,41 @@ def _gpt(config: GPTConfig, parallel: ParallelConfig) -> GPTModel:
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _experts(config: GPTConfig) -> dict[str, Any]:
+    if config.num_moe_experts is None:
+        return {}
+    balanced_by_bias = config.moe_router_enable_expert_bias
+    return {
+        "num_moe_experts": config.num_moe_experts,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+        "moe_router_topk": config.moe_router_topk,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_enable_expert_bias": balanced_by_bias,
+        # The bias is a matter of sigmoid scores; Megatron refuses it with others.
+        "moe_router_score_function": "sigmoid" if balanced_by_bias else "softmax",
+        "moe_router_load_balancing_type": "none" if balanced_by_bias else "aux_loss",
+        "moe_aux_loss_coeff": 0.0 if balanced_by_bias else config.moe_aux_loss_coeff,
+    }
+
+
+def _gpt(config: GPTConfig, transformer: TransformerConfig, stage: int | None, parallel: ParallelConfig) -> GPTModel:
+    """A chunk of the model; `stage` is its number on this rank, None where it is the only one."""
+    place = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
     gpt = GPTModel(
         transformer,
-        local_block_spec(config.num_layers // parallel.pipeline_parallel),
+        local_block_spec(transformer, stage),
         vocab_size=config.padded_vocab_size(parallel.tensor_parallel),
         max_sequence_length=config.sequence_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
         parallel_output=True,
         share_embeddings_and_output_weights=config.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=config.rotary_base,
+        vp_stage=stage,
     )
     _zero_padding(gpt, config)
     return gpt.to(torch.cuda.current_device())
@@ -194,13 +211,14 @@ def _zero_padding(gpt: GPTModel, config: GPTConfig) -> None:
         weight[max(config.vocab_size - first, 0) :].zero_()
 
 
-def _wrap(gpt: GPTModel, parallel: ParallelConfig) -> DistributedDataParallel:
+def _wrap(gpt: GPTModel, parallel: ParallelConfig, *, is_first: bool) -> DistributedDataParallel:
     module = Float16Module(gpt.config, gpt) if gpt.config.bf16 else gpt
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,
         grad_reduce_in_fp32=True,
     )
-    return DistributedDataParallel(gpt.config, ddp, module)
+    # Megatron's own script cuts only the gradients of the first chunk into buckets.
+    return DistributedDataParallel(gpt.config, ddp, module, disable_bucketing=not is_first)
 
 
 def _scheduler(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -46,6 +46,11 @@ def leaf_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [leaf for leaf in leaves if not getattr(leaf, "is_stub_optimizer", False)]
 
 
+def is_for_experts(leaf: MegatronOptimizer) -> bool:
+    """Whether `leaf` updates the experts' weights, which have one of their own where they are on their own mesh."""
+    return any(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
+
+
 def require_known_optimizer(leaf: MegatronOptimizer) -> None:
     """Raise ValueError for an optimizer whose state the adapter does not know how to find."""
     known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
@@ -54,13 +59,25 @@ def require_known_optimizer(leaf: MegatronOptimizer) -> None:
             f"cannot find the state of a {type(leaf).__name__}; "
             f"use one of Megatron's {', '.join(kind.__name__ for kind in known)}"
         )
-    if leaf.config.optimizer != "adam":
-        raise ValueError(f"optimizer={leaf.config.optimizer!r}: only the state of 'adam' can be moved")
+    if leaf.config.optimizer not in ("adam", "sgd"):
+        raise ValueError(f"optimizer={leaf.config.optimizer!r}: only the state of 'adam' and 'sgd' can be moved")
     if leaf.config.use_precision_aware_optimizer:
         raise ValueError(
             "use_precision_aware_optimizer=True hides the main weights in Transformer Engine's own format; "
             "set it to False"
         )
+    if leaf.config.optimizer_cpu_offload:
+        raise ValueError(
+            "optimizer_cpu_offload=True keeps main weights and moments in host memory, and a handover moves what is "
+            "in the memory of the device; set it to False"
+        )
+
+
+def moment_names(leaf: MegatronOptimizer) -> tuple[str, ...]:
+    """The tensors that the optimizer keeps for each parameter, beside the parameter itself."""
+    if leaf.config.optimizer == "adam":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if leaf.config.sgd_momentum else ()
 
 
 def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
@@ -80,14 +97,20 @@ def _own_list(chunk: torch.nn.Module, name: str) -> list[Any]:
 
 
 def create_moments(leaf: MegatronOptimizer) -> None:
-    """Make the zero moments that Adam would make in its first step, by Megatron's own function for it.
+    """Make the zero moments that the optimizer would make in its first step; leave those that are there.
 
     Transformer Engine keeps the step count in its parameter groups; torch keeps one a parameter, beside the moments.
     """
-    leaf.init_state_fn(leaf.optimizer, leaf.config)
-    if isinstance(leaf.optimizer, torch.optim.Adam):
-        for state in leaf.optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    if leaf.init_state_fn is not None:
+        leaf.init_state_fn(leaf.optimizer, leaf.config)
+    for group in leaf.optimizer.param_groups:
+        for param in group["params"]:
+            state = leaf.optimizer.state[param]
+            for name in moment_names(leaf):
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(param.data)
+            if isinstance(leaf.optimizer, torch.optim.Adam):
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
 def owned_state(leaf: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]]:
@@ -96,13 +119,14 @@ def owned_state(leaf: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, i
     The tensors are "main_param" and the moments, each with as many elements as the range. Without a distributed
     optimizer the range is the whole parameter.
     """
+    moments = moment_names(leaf)
     if isinstance(leaf, DistributedOptimizer):
         for buffer in leaf.gbuf_ranges:
             for buckets in buffer.values():
                 for bucket in buckets:
                     for param, ranges in bucket["param_map"].items():
-                        tensors = dict(leaf._get_main_param_and_optimizer_states(param))
-                        tensors["main_param"] = tensors.pop("param")
+                        held = leaf._get_main_param_and_optimizer_states(param)
+                        tensors = {"main_param": held["param"], **{name: held[name] for name in moments}}
                         yield param, ranges["param"].start, ranges["param"].end, tensors
         return
     mains = {}
@@ -111,7 +135,8 @@ def owned_state(leaf: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, i
             mains.update({main: param for param, main in zip(params, main_params, strict=True)})
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
-            yield mains.get(main, main), 0, main.numel(), {"main_param": main, **leaf.optimizer.state[main]}
+            tensors = {"main_param": main, **{name: leaf.optimizer.state[main][name] for name in moments}}
+            yield mains.get(main, main), 0, main.numel(), tensors
 
 
 def update_num_microbatches(consumed_samples: int) -> None:
@@ -129,6 +154,8 @@ def adam_step(leaf: MegatronOptimizer) -> int:
 
 
 def set_adam_step(leaf: MegatronOptimizer, step: int) -> None:
+    if leaf.config.optimizer != "adam":
+        return
     if isinstance(leaf.optimizer, torch.optim.Adam):
         # A tensor for each: without Transformer Engine, Megatron's checkpoint loader leaves one that all parameters
         # share, which torch then increments once a parameter.

@@ -28,7 +28,12 @@ class _FromMapping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig(_FromMapping):
-    """A Llama-shaped GPT: RMSNorm, SwiGLU, grouped-query attention and rotary positions, without biases."""
+    """A Llama-shaped GPT: RMSNorm, SwiGLU, grouped-query attention and rotary positions, without biases.
+
+    With `num_moe_experts` each layer has so many experts in place of its MLP, as in Mixtral or DeepSeek: of
+    `moe_ffn_hidden_size` each, `moe_router_topk` for a token, balanced by an auxiliary loss or, where
+    `moe_router_enable_expert_bias` is set, by a bias of the router; and `moe_shared_expert_intermediate_size` for all.
+    """
 
     num_layers: int = 4
     hidden_size: int = 128
@@ -42,6 +47,12 @@ class GPTConfig(_FromMapping):
     dropout: float = 0.0
     rotary_base: int = 10000
     norm_epsilon: float = 1e-5
+    num_moe_experts: int | None = None
+    moe_ffn_hidden_size: int = 128
+    moe_router_topk: int = 2
+    moe_aux_loss_coeff: float = 1e-2
+    moe_router_enable_expert_bias: bool = False
+    moe_shared_expert_intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         _require_multiple(self, "hidden_size", "num_attention_heads")
@@ -50,6 +61,11 @@ class GPTConfig(_FromMapping):
             raise ValueError(
                 f"hidden_size={self.hidden_size} over num_attention_heads={self.num_attention_heads} makes heads of "
                 f"{self.head_size}; rotary positions need an even size"
+            )
+        if self.num_moe_experts is not None and not 1 <= self.moe_router_topk <= self.num_moe_experts:
+            raise ValueError(
+                f"moe_router_topk={self.moe_router_topk} of num_moe_experts={self.num_moe_experts}; use 1 to "
+                f"{self.num_moe_experts}"
             )
 
     @property
@@ -116,7 +132,7 @@ class BatchConfig:
 def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfig) -> None:
     """Raise ValueError, with the numbers and the remedy, where `parallel` cannot train `model`."""
     require_trainable(parallel)
-    tensor, pipeline, data = parallel.tensor_parallel, parallel.pipeline_parallel, parallel.data_parallel
+    tensor, data = parallel.tensor_parallel, parallel.data_parallel
     heads, groups = model.num_attention_heads, model.num_query_groups
     _require_divisor("num_attention_heads", heads, "tensor_parallel", tensor)
     _require_divisor("ffn_hidden_size", model.ffn_hidden_size, "tensor_parallel", tensor)
@@ -125,9 +141,8 @@ def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfi
         raise ValueError(
             f"num_query_groups={groups} and tensor_parallel={tensor}: one must divide the other; use {_choices(usable)}"
         )
-    _require_divisor("num_layers", model.num_layers, "pipeline_parallel", pipeline)
-    if parallel.sequence_parallel:
-        _require_divisor("sequence_length", model.sequence_length, "tensor_parallel", tensor)
+    _check_experts(model, parallel)
+    _check_sequence(model, parallel)
     micro_batches = batch.global_batch_size // batch.micro_batch_size
     if micro_batches % data:
         raise ValueError(
@@ -135,6 +150,58 @@ def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfi
             f"micro_batch_size={batch.micro_batch_size}, which data_parallel={data} cannot share equally; "
             f"use data_parallel={_choices(_divisors(micro_batches))}, or a global batch that is a multiple of "
             f"{batch.micro_batch_size * data}"
+        )
+    _check_stages(model, parallel, micro_batches // data)
+
+
+def _check_experts(model: GPTConfig, parallel: ParallelConfig) -> None:
+    experts, of_experts = model.num_moe_experts, parallel.tensor_parallel_of_experts
+    if experts is None:
+        if parallel.has_expert_mesh:
+            raise ValueError(
+                f"expert_parallel={parallel.expert_parallel}, expert_tensor_parallel={of_experts}, but the model has "
+                "no experts; give it num_moe_experts, or leave them out"
+            )
+        return
+    _require_divisor("num_moe_experts", experts, "expert_parallel", parallel.expert_parallel)
+    _require_divisor("moe_ffn_hidden_size", model.moe_ffn_hidden_size, "expert_tensor_parallel", of_experts)
+    if shared := model.moe_shared_expert_intermediate_size:
+        _require_divisor("moe_shared_expert_intermediate_size", shared, "tensor_parallel", parallel.tensor_parallel)
+    if parallel.tensor_parallel > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"num_moe_experts={experts} with tensor_parallel={parallel.tensor_parallel}: Megatron trains experts under "
+            "tensor parallelism with sequence_parallel=True only; set it"
+        )
+
+
+def _check_sequence(model: GPTConfig, parallel: ParallelConfig) -> None:
+    # The ranks of a context each hold two chunks, one from either end.
+    chunks = 2 * parallel.context_parallel if parallel.context_parallel > 1 else 1
+    _require_divisor("sequence_length", model.sequence_length, "2 x context_parallel", chunks)
+    if parallel.sequence_parallel:
+        length = model.sequence_length // parallel.context_parallel
+        name = "sequence_length" if chunks == 1 else "sequence_length / context_parallel"
+        _require_divisor(name, length, "tensor_parallel", parallel.tensor_parallel)
+
+
+def _check_stages(model: GPTConfig, parallel: ParallelConfig, micro_batches: int) -> None:
+    stages, chunks = parallel.pipeline_parallel, parallel.virtual_pipeline
+    if parallel.pipeline_layers is not None:
+        layers = parallel.layers_of_virtual_stages(model.num_layers)  # ValueError where they are not the model's
+        for stage in range(1, stages - 1):
+            if not any(layers[stage::stages]):
+                raise ValueError(
+                    f"pipeline_layers={parallel.pipeline_layers} leaves nothing to stage {stage}; give each stage "
+                    "between the first and the last a layer"
+                )
+    elif chunks == 1:
+        _require_divisor("num_layers", model.num_layers, "pipeline_parallel", stages)
+    else:
+        _require_divisor("num_layers", model.num_layers, "pipeline_parallel x virtual_pipeline", stages * chunks)
+    if chunks > 1 and micro_batches % stages:
+        raise ValueError(
+            f"{micro_batches} micro-batches a replica cannot be interleaved over pipeline_parallel={stages} stages of "
+            f"virtual_pipeline={chunks} chunks; use a multiple of {stages} micro-batches"
         )
 
 

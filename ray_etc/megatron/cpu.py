@@ -53,6 +53,7 @@ def install() -> bool:
         _tensors_say_cuda()
         _streams_are_nothing()
         _cuda_generator_is_the_cpu_generator()
+        _counts_of_tokens_are_numpy()
         _installed = True
     return True
 
@@ -132,3 +133,17 @@ def _cuda_generator_is_the_cpu_generator() -> None:
     megatron_random._set_cuda_rng_state = set_state
     # It warns each time that the CPU generator moves inside a CUDA fork, which here is the point.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.msg)
+
+
+def _counts_of_tokens_are_numpy() -> None:
+    """The dispatcher of tokens asks for counts as numpy arrays, and gets them only where they come from a GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu

@@ -24,8 +24,6 @@ from ray_etc.megatron import compat
 from ray_etc.planners.boxes import Box, flat_range_to_boxes
 from ray_etc.planners.layout import TensorSpec
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 def describe(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, vocab_size: int | None
@@ -47,8 +45,8 @@ def describe(
         compat.require_known_optimizer(leaf)
         compat.create_moments(leaf)
         for param, start, stop, tensors in compat.owned_state(leaf):
-            for kind in ("main_param", *MOMENTS):
-                held = tensors[kind].detach().view(-1)
+            for kind, tensor in tensors.items():
+                held = tensor.detach().view(-1)
                 # An fp32 weight is its own main weight, and is already in the catalogue.
                 if held.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
                     for part in parts_of[param]:
@@ -59,7 +57,7 @@ def describe(
 class _Part:
     """A piece of one local tensor that is a box of one logical tensor; most local tensors are a single part."""
 
-    def __init__(self, sharded: ShardedTensor, whole: torch.Tensor, vocab_size: int | None, num_layers: int) -> None:
+    def __init__(self, sharded: ShardedTensor, whole: torch.Tensor, vocab_size: int | None, config: Any) -> None:
         unit_dims = sharded.prepend_axis_num
         self.name = sharded.key
         self.shape = tuple(sharded.global_shape)
@@ -76,7 +74,19 @@ class _Part:
             self.offsets = (*self.offsets[:unit_dims], start, *self.offsets[unit_dims + 1 :])
         dim = getattr(whole, "partition_dim", -1) if getattr(whole, "tensor_model_parallel", False) else -1
         self.split_dim = None if dim < 0 else dim + unit_dims
-        self.layer = _layer(self.name, num_layers)
+        self.layer = _layer(self.name, config.num_layers)
+        self.expert_dim: int | None = None
+        if match := re.search(r"\.experts\.experts\.(\d+)\.", self.name):
+            self._join_experts(match, config.num_moe_experts)
+
+    def _join_experts(self, match: re.Match[str], experts: int) -> None:
+        """The experts of a layer are one logical tensor, so that who has which of them is a matter of boxes."""
+        self.name = self.name[: match.start(1)] + self.name[match.end() :]
+        self.shape = (experts, *self.shape)
+        self.offsets = (int(match[1]), *self.offsets)
+        self.expert_dim = 0
+        if self.split_dim is not None:
+            self.split_dim += 1
 
     def shards(self, kind: str, held: torch.Tensor, start: int, stop: int) -> Iterator[StateShard]:
         """The boxes of this part among elements [start, stop) of the local tensor, which are all that `held` has."""
@@ -88,6 +98,7 @@ class _Part:
             itemsize=held.element_size(),
             split_dim=self.split_dim,
             layer=self.layer,
+            expert_dim=self.expert_dim,
         )
         numel = prod(self.local_shape)
         if not numel:
@@ -126,7 +137,7 @@ def _parts(chunks: Sequence[torch.nn.Module], vocab_size: int | None) -> Iterato
             for one in sharded:
                 if one.data.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
                     raise ValueError(f"{one.key} is a copy made for checkpoints, not the memory that is trained")
-                yield whole, _Part(one, whole, vocab_size, model.config.num_layers)
+                yield whole, _Part(one, whole, vocab_size, model.config)
 
 
 def _refuse_opaque_state(value: ShardedObject) -> None:
@@ -138,10 +149,10 @@ def _refuse_opaque_state(value: ShardedObject) -> None:
 
 def _layer(name: str, num_layers: int) -> int | None:
     """Where pipeline parallelism puts a tensor, read off its name; a hint only."""
+    if name.startswith(("mtp.", "output_layer.")) or ".final_" in name:
+        return num_layers
     if match := re.search(r"\blayers\.(\d+)\.", name):
         return int(match[1])
     if "embedding" in name:
         return -1
-    if "output_layer" in name or "final" in name:
-        return num_layers
     return None

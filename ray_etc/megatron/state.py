@@ -51,6 +51,8 @@ def state(
             "most of a rank's weights are a step old; set it to False"
         )
     shards = describe(chunks, optimizer, vocab_size)
+    if not shards:
+        raise ValueError("this rank holds no tensor: its pipeline stage has no layers; give each stage one")
     replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer)}
     if scheduler is not None:
         replicated["scheduler"] = SchedulerProgress(scheduler)
@@ -72,24 +74,36 @@ def state(
 
 
 class OptimizerProgress:
-    """Adam's step count, and the loss scale where there is one: all that an optimizer has besides its tensors."""
+    """All that an optimizer has besides its tensors: Adam's step count, and the loss scales where there are some."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._leaves = compat.leaf_optimizers(optimizer)
+        # Adam counts its steps beside each parameter, and a rank may own none: ZeRO-1 over more ranks than there are
+        # elements. So each rank counts for itself too.
+        self._steps = max((compat.adam_step(leaf) for leaf in self._leaves), default=0)
+        if self._leaves:
+            self._leaves[0].optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        scalers = [getattr(leaf, "grad_scaler", None) for leaf in self._leaves]
-        return {
-            "step": max((compat.adam_step(leaf) for leaf in self._leaves), default=0),
-            "grad_scaler": next((scaler.state_dict() for scaler in scalers if scaler), None),
-        }
+        scales = {compat.is_for_experts(leaf): scaler.state_dict() for leaf, scaler in self._scaled_leaves()}
+        if False in scales:
+            # Experts without a mesh of their own are scaled as everything else.
+            scales.setdefault(True, scales[False])
+        return {"step": max([compat.adam_step(leaf) for leaf in self._leaves]) or self._steps, "grad_scalers": scales}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps = state_dict["step"]
         for leaf in self._leaves:
             compat.set_adam_step(leaf, state_dict["step"])
-            scaler = getattr(leaf, "grad_scaler", None)
-            if scaler and state_dict["grad_scaler"] is not None:
-                scaler.load_state_dict(state_dict["grad_scaler"])
+        for leaf, scaler in self._scaled_leaves():
+            scaler.load_state_dict(state_dict["grad_scalers"][compat.is_for_experts(leaf)])
+
+    def _scaled_leaves(self) -> list[tuple[MegatronOptimizer, Any]]:
+        scalers = [(leaf, getattr(leaf, "grad_scaler", None)) for leaf in self._leaves]
+        return [(leaf, scaler) for leaf, scaler in scalers if scaler]
 
 
 class SchedulerProgress:

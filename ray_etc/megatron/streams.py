@@ -1,13 +1,15 @@
 """The random streams of a rank, and the rule by which each coordinate of a new generation gets its own.
 
-Megatron keeps two sorts. The shared streams (python, numpy, torch's own generators, the tracker's "data-parallel-rng")
-must be equal on all tensor-parallel ranks of a stage: they draw the dropout masks of activations that every such
-rank holds whole. The split streams (the tracker's others) must differ from one tensor-parallel rank to the next.
+Megatron keeps three sorts. The shared streams (python, numpy, torch's own, the tracker's "data-parallel-rng") must be
+equal on all tensor-parallel ranks of a stage: they draw the dropout masks of activations that every such rank holds
+whole. The split streams (most of the tracker's) must differ from one tensor-parallel rank to the next, and the
+experts' stream (its "expert-parallel-rng") from one place among the experts to the next.
 
 The rule. A shared stream comes from the old rank with the same pipeline index, a split stream from the one with the
-same (tensor, pipeline) index; among its data-parallel replicas from the one with the same data index, or else the
-lowest. Where the old generation had no such index, a fresh stream is seeded from (seed, step, pipeline) if it is
-shared and from (seed, step, pipeline, tensor) if it is split.
+same (tensor, pipeline) index, the experts' from the one with the same (expert tensor, expert, pipeline) index; among
+its context- and data-parallel replicas from the one with the same data index, or else the lowest. Where the old
+generation had no such index, a fresh stream is seeded from (seed, step, pipeline) if it is shared, from (seed, step,
+pipeline, tensor) if it is split, and from (seed, step, pipeline, expert tensor, expert) if it is the experts'.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import torch
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
     model_parallel_cuda_manual_seed,
 )
 
-from ray_etc.planners.parallel import Coordinate, nearest
+from ray_etc.planners.parallel import Coordinate, nearest, of_experts, of_stage, of_tensor
 
 # Megatron gives each pipeline stage a seed of its own by this stride, so that its layers start out different.
 PIPELINE_SEED_STRIDE = 100
@@ -44,39 +47,40 @@ class RandomStreams:
         self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        shared_name = get_data_parallel_rng_tracker_name()
-        tracker = {name: _plain(state) for name, state in get_cuda_rng_tracker().get_states().items()}
-        shared = {
+        return {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
             "cuda": _plain(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
-            "tracker": {name: state for name, state in tracker.items() if name == shared_name},
+            "tracker": {name: _plain(state) for name, state in get_cuda_rng_tracker().get_states().items()},
         }
-        return {"shared": shared, "split": {name: state for name, state in tracker.items() if name != shared_name}}
 
     def load_streams(self, streams: Mapping[Coordinate, dict[str, Any]], coordinate: Coordinate, step: int) -> None:
-        same_stage = {at: state for at, state in streams.items() if at.pipeline == coordinate.pipeline}
-        same_split = {at: state for at, state in same_stage.items() if at.tensor == coordinate.tensor}
+        shared_name, experts_name = get_data_parallel_rng_tracker_name(), get_expert_parallel_rng_tracker_name()
         tracker_states = get_cuda_rng_tracker().get_states()
-        if same_stage:
-            shared = same_stage[nearest(same_stage, coordinate)]["shared"]
+        if stage := of_stage(streams, coordinate):
+            shared = streams[nearest(stage, coordinate)]
             random.setstate(shared["python"])
             np.random.set_state(shared["numpy"])
             torch.set_rng_state(shared["torch"])
             if shared["cuda"] is not None:
                 torch.cuda.set_rng_state(shared["cuda"])
-            tracker_states.update(shared["tracker"])
+            tracker_states[shared_name] = shared["tracker"][shared_name]
         else:
             seed = _fresh_seed(self.seed, step, coordinate.pipeline)
             _seed_shared(seed)
             torch.cuda.manual_seed(seed)
-            tracker_states[get_data_parallel_rng_tracker_name()] = _seeded_state(seed)
-        if same_split:
-            tracker_states.update(same_split[nearest(same_split, coordinate)]["split"])
-        else:
-            for index, name in enumerate(sorted(set(tracker_states) - {get_data_parallel_rng_tracker_name()})):
-                seed = _fresh_seed(self.seed, step, coordinate.pipeline, coordinate.tensor, index)
+            tracker_states[shared_name] = _seeded_state(seed)
+        for index, name in enumerate(sorted(set(tracker_states) - {shared_name})):
+            place: tuple[int, ...] = (coordinate.tensor,)
+            alike = of_tensor(streams, coordinate)
+            if name == experts_name:
+                place = (coordinate.expert_tensor, coordinate.expert)
+                alike = of_experts(streams, coordinate)
+            if alike:
+                tracker_states[name] = streams[nearest(alike, coordinate)]["tracker"][name]
+            else:
+                seed = _fresh_seed(self.seed, step, coordinate.pipeline, *place, index)
                 tracker_states[name] = _seeded_state(seed)
         get_cuda_rng_tracker().set_states(tracker_states)
 

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from ray_etc.actors.state import TrainState
 from ray_etc.megatron.config import BatchConfig, GPTConfig
 from ray_etc.megatron.data import SampleLoader
+from ray_etc.megatron.spec import context_positions
 
 
 class Task:
@@ -27,7 +28,7 @@ class Task:
         self,
         config: GPTConfig,
         batch: BatchConfig,
-        model: DistributedDataParallel,
+        chunks: list[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         loader: SampleLoader,
@@ -35,13 +36,17 @@ class Task:
     ) -> None:
         self.config = config
         self.batch = batch
-        self.model = model
+        self.chunks = chunks
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.loader = loader
         self.state = state
-        self._device = next(model.parameters()).device
+        self._device = next(chunks[0].parameters()).device
         self._padding = _padded_columns(config, self._device)
+        # What this rank has of each sequence.
+        self._parts = parallel_state.get_context_parallel_world_size()
+        rank = parallel_state.get_context_parallel_rank()
+        self._positions = context_positions(config.sequence_length, self._parts, rank).to(self._device)
 
     def train_step(self) -> dict[str, Any]:
         """Train on the next global batch.
@@ -51,13 +56,14 @@ class Task:
             `lr`; `tokens` of the global batch; `sample_ids`: the numbers of the samples that this rank's
             data-parallel replica trained on.
         """
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sample_ids: list[int] = []
         losses = get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=self._batches(sample_ids),
-            model=self.model,
+            data_iterator=self._iterators(sample_ids),
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=get_num_microbatches(),
             seq_length=self.config.sequence_length,
             micro_batch_size=self.batch.micro_batch_size,
@@ -77,28 +83,30 @@ class Task:
             "sample_ids": sample_ids,
         }
 
-    def _batches(self, sample_ids: list[int]) -> Iterator[torch.Tensor]:
+    def _iterators(self, sample_ids: list[int]) -> Any:
+        """One over the micro-batches for each chunk, or just one, as Megatron's schedules want them."""
         # Read ahead: under pipeline parallelism a stage in the middle never asks for its data.
         batches = []
         for numbers, tokens in self.loader.micro_batches():
             sample_ids.extend(numbers)
             batches.append(tokens)
-        return (tokens.to(self._device, non_blocking=True) for tokens in batches)
+        batches = [tokens.to(self._device, non_blocking=True) for tokens in batches]
+        return [iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches)
 
     def _forward(
         self, batches: Iterator[torch.Tensor], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
         tokens = next(batches)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        positions = torch.arange(inputs.shape[1], device=self._device).expand_as(inputs)
+        inputs, targets = tokens[:, self._positions], tokens[:, self._positions + 1]
         # No mask: the attention of a GPT is causal by itself.
-        output = model(inputs, positions, None)
+        output = model(inputs, self._positions.expand_as(inputs), None)
 
         def loss(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             logits = logits.float()
             if self._padding is not None:
                 logits = logits.masked_fill(self._padding, -torch.inf)
-            mean = vocab_parallel_cross_entropy(logits, targets).mean()
+            # Megatron's schedule multiplies the loss by the parts of a sequence.
+            mean = vocab_parallel_cross_entropy(logits, targets).mean() / self._parts
             # A copy: Megatron divides the first one in place by the number of micro-batches.
             return mean, {"loss": mean.detach().clone()}
 

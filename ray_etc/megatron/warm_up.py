@@ -39,7 +39,7 @@ def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
         logger.info("no warm-up step: too little GPU memory is free beside the running generation")
         return False
     small = SmallState.of(task.state)
-    buffers = [(buffer, buffer.clone()) for buffer in task.model.module.buffers()]
+    buffers = [(buffer, buffer.clone()) for chunk in task.chunks for buffer in chunk.module.buffers()]
     for view in task.state.views():
         view.detach().zero_()
     task.loader.consumed_samples = about_step * task.batch.global_batch_size
@@ -50,7 +50,8 @@ def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
         )
     for buffer, before in buffers:
         buffer.copy_(before)
-    task.model.zero_grad_buffer()
+    for chunk in task.chunks:
+        chunk.zero_grad_buffer()
     task.optimizer.zero_grad()
     coordinate = parallel.coordinate(dist.get_rank())
     load_small_state(task.state, small.replicated, {coordinate: small.streams}, coordinate, step=0)

@@ -20,9 +20,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
 
-from ray_etc.megatron import Task
 from ray_etc.megatron.compat import leaf_optimizers
+
+Task = Any
+"""A `ray_etc.megatron.Task` or a `Trainee`."""
 
 # Megatron saves the main weights under one name with ZeRO-1 and under another without, so it cannot load one as the
 # other by itself.
@@ -44,18 +47,20 @@ def load_with_megatron(task: Task, folder: Path) -> None:
     prefixes = [prefix for prefix in MAIN_PARAM_PREFIXES if any(key.startswith(prefix) for key in saved)]
     if not prefixes:
         # fp32 without ZeRO-1: the weights are their own main weights, and are saved once.
-        for tensors in content["optimizer"].get("param_state", {}).values():
-            del tensors["param"]
+        for leaf_state in _by_leaf(task, content["optimizer"]):
+            for tensors in leaf_state.get("param_state", {}).values():
+                del tensors["param"]
     else:
         content["optimizer"] = _map_values(content["optimizer"], partial(_main_params_named, prefixes[0]))
     loaded = dist_checkpointing.load(content, str(folder))
-    task.model.module.load_state_dict(loaded["model"], strict=False)
-    (leaf,) = leaf_optimizers(task.optimizer)
+    for number, chunk in enumerate(task.chunks):
+        chunk.module.load_state_dict(loaded["model"][f"model{number}"], strict=False)
     with torch.no_grad():
-        if isinstance(leaf, DistributedOptimizer):
-            _load_distributed(leaf, loaded["optimizer"]["param_state"])
-        else:
-            _load_plain(leaf, loaded["optimizer"])
+        for leaf, leaf_state in zip(leaf_optimizers(task.optimizer), _by_leaf(task, loaded["optimizer"]), strict=True):
+            if isinstance(leaf, DistributedOptimizer):
+                _load_distributed(leaf, leaf_state["param_state"])
+            else:
+                _load_plain(leaf, leaf_state)
     for name, item in task.state.replicated.items():
         item.load_state_dict(loaded["replicated"][name])
 
@@ -113,12 +118,16 @@ def whole_by_megatron(ranks: Iterable[list[NamedPart]]) -> dict[str, torch.Tenso
 
 def memory_by_megatron(task: Task) -> dict[str, torch.Tensor]:
     """A copy of all that this rank trains with, padding and all, as the model and the optimizers hold it."""
-    held: dict[str, torch.Tensor] = {f"param {name}": param for name, param in task.model.named_parameters()}
-    for leaf in leaf_optimizers(task.optimizer):
+    held: dict[str, torch.Tensor] = {}
+    for number, chunk in enumerate(task.chunks):
+        saved = chunk.module.state_dict()
+        named = [*chunk.module.named_parameters(), *chunk.module.named_buffers()]
+        held |= {f"{number} {name}": value for name, value in named if name in saved}
+    for number, leaf in enumerate(leaf_optimizers(task.optimizer)):
         for group, params in enumerate(group["params"] for group in leaf.optimizer.param_groups):
             for position, main in enumerate(params):
                 for kind, value in {"main": main, **leaf.optimizer.state[main]}.items():
-                    held[f"{kind} {group}.{position}"] = value
+                    held[f"{kind} {number}.{group}.{position}"] = value
     return {name: value.detach().clone() for name, value in held.items()}
 
 
@@ -135,12 +144,18 @@ def _sharded(task: Task, *, is_loading: bool) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    module = task.model.module
-    while hasattr(module, "module"):
-        module = module.module
-    model = module.sharded_state_dict(metadata=metadata)
+    model = {
+        f"model{number}": unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(task.chunks)
+    }
     optimizer = task.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
+
+
+def _by_leaf(task: Task, optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
+    """What belongs to each of several chained optimizers."""
+    leaves = leaf_optimizers(task.optimizer)
+    return [optimizer] if len(leaves) == 1 else [optimizer[number] for number in range(len(leaves))]
 
 
 def _main_params_named(prefix: str, value: Any) -> Any:

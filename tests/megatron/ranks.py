@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -116,6 +117,9 @@ def _serve(pipe: Any, make: Callable[[], Any]) -> None:
 
 
 def _fork(work: Callable[[], Any], rank: int, world_size: int, folder: Path, timeout_s: float) -> int:
+    # What is there already is never looked at again by the garbage collector, which Megatron's checkpoints run: looking
+    # at all of torch takes a second a rank, because it copies each page that the ranks share.
+    gc.freeze()
     if pid := os.fork():
         return pid
     code = 1

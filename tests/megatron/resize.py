@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from logical import RankShards, read
 from oracle import (
     NamedPart,
     load_with_megatron,
@@ -50,6 +51,10 @@ STAGING_NBYTES = 64 * 2**10
 Memory = dict[str, torch.Tensor]
 
 
+Build = Callable[[ParallelConfig], Any]
+"""Makes a `Task` or a `Trainee` under a configuration, in each of its ranks."""
+
+
 class CountingTransport(GlooTransport):
     """Counts the bytes that are really sent."""
 
@@ -65,12 +70,12 @@ class CountingTransport(GlooTransport):
 class Host:
     """One rank, in its own process: what actors/rank.py does, and a look at what Megatron holds."""
 
-    def __init__(self, context: Context, model: Mapping[str, Any]) -> None:
+    def __init__(self, context: Context, build: Build) -> None:
         open_session(context)
         self._context = context
         # Memory that nothing has written is NaN while the model is made, so that nothing is right by luck.
         torch.use_deterministic_algorithms(True)
-        self.task: Task = build(context.parallel, **model)
+        self.task = build(context.parallel)
         torch.use_deterministic_algorithms(False)
         if context.generation:  # the warm-up step has left zeros
             for view in self.task.state.views():
@@ -90,6 +95,9 @@ class Host:
     def change(self, change: Callable[[Task], None]) -> None:
         with torch.no_grad():
             change(self.task)
+
+    def look(self, look: Callable[[Any], Any]) -> Any:
+        return look(self.task)
 
     # The handover, in the order of actors/handover.py ----------------------------------------------------------------
 
@@ -136,6 +144,9 @@ class Host:
     def named_parts(self) -> list[NamedPart]:
         return parts_by_megatron(self.task)
 
+    def shards(self) -> RankShards:
+        return read(self.task.state)
+
     def memory(self) -> Memory:
         return memory_by_megatron(self.task)
 
@@ -152,13 +163,13 @@ class Host:
 class Generation:
     """A set of ranks that train together; `slots[r]` is where rank r lives."""
 
-    def __init__(self, number: int, parallel: ParallelConfig, slots: Sequence[int], model: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, parallel: ParallelConfig, slots: Sequence[int], build: Build) -> None:
         self.number, self.parallel, self.slots = number, parallel, tuple(slots)
         self._folder = Path(tempfile.mkdtemp())
         self.ranks: list[Worker] = []
         for rank, slot in enumerate(self.slots):
             context = Context("test", number, parallel, rank, rank, parallel.world_size, 0, slot)
-            make = partial(Host, context, model)
+            make = partial(Host, context, build)
             self.ranks.append(Worker(make, rank, parallel.world_size, self._folder, TIMEOUT_S))
         self.entered: list[tuple[RankLayout, sharing.SharedMemory]] = []
 
@@ -176,6 +187,12 @@ class Generation:
     def whole(self) -> dict[str, torch.Tensor]:
         """The whole tensors, by the names of Megatron's checkpoints."""
         return whole_by_megatron(self.ask("named_parts"))
+
+    def digests(self) -> dict[str, str]:
+        """Of the replicated state, which is the same on every rank."""
+        first, *others = [state.digests() for _, state in self.ask("small_state")]
+        assert all(other == first for other in others), "ranks differ in replicated state"
+        return first
 
     def layouts(self) -> dict[int, RankLayout]:
         return {slot: layout for slot, (layout, _) in zip(self.slots, self.entered, strict=True)}
@@ -214,13 +231,11 @@ class Handover:
         assert self.plan.nbytes_wire >= self.plan.nbytes_lower_bound
 
 
-def start_next(
-    old: Generation, parallel: ParallelConfig, usable: Sequence[int], model: Mapping[str, Any]
-) -> Generation:
+def start_next(old: Generation, parallel: ParallelConfig, usable: Sequence[int], build: Build) -> Generation:
     """The next generation, each rank in the slot of `usable` where most of its state is expected to be."""
     tensors = known_tensors(list(old.layouts().values()))
     assignment = place(tensors, old.layouts(), parallel, _nodes(usable))
-    return Generation(old.number + 1, parallel, assignment.slot_of_rank, model)
+    return Generation(old.number + 1, parallel, assignment.slot_of_rank, build)
 
 
 def hand_over(old: Generation, new: Generation, usable: Sequence[int]) -> Handover:
@@ -262,7 +277,6 @@ def hand_over(old: Generation, new: Generation, usable: Sequence[int]) -> Handov
 def _load(old: Generation, new: Generation) -> None:
     small = old.ask("small_state")
     assert len({next_step for next_step, _ in small}) == 1
-    assert all(state.digests() == small[0][1].digests() for _, state in small), "ranks differ in replicated state"
     held = {old.parallel.coordinate(rank): state.streams for rank, (_, state) in enumerate(small)}
     next_step, first = small[0]
     streams = []
@@ -308,15 +322,16 @@ def run(stages: Sequence[Stage], **model: Any) -> Run:
     """Train through the stages, with a handover between each two."""
     result = Run()
     numbers = count()
+    make = partial(build, **model)
     with ExitStack() as stack:
         old: Generation | None = None
         for stage in stages:
             size = stage.parallel.world_size
             if old is None:
-                new = stack.enter_context(Generation(next(numbers), stage.parallel, range(size), model)).enter()
+                new = stack.enter_context(Generation(next(numbers), stage.parallel, range(size), make)).enter()
             else:
                 usable = slots_for(old.slots, size, stage.elsewhere)
-                new = stack.enter_context(start_next(old, stage.parallel, usable, model))
+                new = stack.enter_context(start_next(old, stage.parallel, usable, make))
                 hand_over(old, new, usable).check()
                 old.close()
             if stage.change is not None:
@@ -347,7 +362,8 @@ def _samples(by_rank: Sequence[list[int]], parallel: ParallelConfig) -> list[int
     """What one step was trained on, in the order of micro-batches; all ranks of a replica saw the same."""
     by_data: dict[int, list[int]] = {}
     for rank, samples in enumerate(by_rank):
-        assert by_data.setdefault(parallel.coordinate(rank).data, samples) == samples
+        replica = parallel.coordinate(rank).data // parallel.context_parallel
+        assert by_data.setdefault(replica, samples) == samples
     replicas = [by_data[data] for data in range(parallel.data_parallel)]
     return [
         sample

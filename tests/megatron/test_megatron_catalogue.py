@@ -123,7 +123,7 @@ def test_views_are_the_memory_that_training_uses(zero: bool, bf16: bool) -> None
         for shard in task.state.shards:
             shard.view.fill_(values[shard.tensor.kind])
         seen: dict[str, set[float]] = {kind: set() for kind in values}
-        for param in task.model.parameters():
+        for param in task.chunks[0].parameters():
             seen["param"].update(param.detach().float().unique().tolist())
         for leaf in compat.leaf_optimizers(task.optimizer):
             for group in leaf.optimizer.param_groups:

@@ -50,9 +50,64 @@ BATCH = BatchConfig(global_batch_size=8, micro_batch_size=2)
         ),
         (
             {},
-            ParallelConfig(context_parallel=2),
-            "context_parallel=2 can be planned (`python -m ray_etc plan`), but not trained under yet; leave it out",
+            ParallelConfig(fully_sharded=True),
+            "fully_sharded=True can be planned (`python -m ray_etc plan`), but not trained under yet; leave it out",
         ),
+        (
+            {"sequence_length": 18},
+            ParallelConfig(context_parallel=2),
+            "sequence_length=18 cannot be split by 2 x context_parallel=4; use 1, 2, 3, 6, 9 or 18",
+        ),
+        (
+            {"sequence_length": 12},
+            ParallelConfig(4, context_parallel=2, sequence_parallel=True),
+            "sequence_length / context_parallel=6 cannot be split by tensor_parallel=4; use 1, 2, 3 or 6",
+        ),
+        (
+            {},
+            ParallelConfig(data_parallel=2, expert_parallel=2),
+            "expert_parallel=2, expert_tensor_parallel=1, but the model has no experts; give it num_moe_experts, or "
+            "leave them out",
+        ),
+        (
+            {"num_moe_experts": 6},
+            ParallelConfig(data_parallel=4, expert_parallel=4),
+            "num_moe_experts=6 cannot be split by expert_parallel=4; use 1, 2, 3 or 6",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_ffn_hidden_size": 9},
+            ParallelConfig(2, sequence_parallel=True),
+            "moe_ffn_hidden_size=9 cannot be split by expert_tensor_parallel=2; use 1, 3 or 9",
+        ),
+        (
+            {"num_moe_experts": 4},
+            ParallelConfig(2),
+            "num_moe_experts=4 with tensor_parallel=2: Megatron trains experts under tensor parallelism with "
+            "sequence_parallel=True only; set it",
+        ),
+        (
+            {},
+            ParallelConfig(1, 3, virtual_pipeline=2),
+            "num_layers=4 cannot be split by pipeline_parallel x virtual_pipeline=6; use 1, 2 or 4",
+        ),
+        (
+            {},
+            ParallelConfig(1, 2, pipeline_layers=(1, 2)),
+            "pipeline_layers=(1, 2) are 3 layers; the model has 4",
+        ),
+        (
+            {},
+            ParallelConfig(1, 3, pipeline_layers=(2, 0, 2)),
+            "pipeline_layers=(2, 0, 2) leaves nothing to stage 1; give each stage between the first and the last a "
+            "layer",
+        ),
+        (
+            {},
+            ParallelConfig(1, 2, 4, virtual_pipeline=2),
+            "1 micro-batches a replica cannot be interleaved over pipeline_parallel=2 stages of virtual_pipeline=2 "
+            "chunks; use a multiple of 2 micro-batches",
+        ),
+        ({}, ParallelConfig(1, 3, pipeline_layers=(1, 2, 1)), None),
         ({}, parallel(tp=4, pp=4, dp=4, sp=True), None),
     ],
 )

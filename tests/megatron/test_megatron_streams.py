@@ -74,7 +74,7 @@ def test_tp1_to_tp2_splits_only_what_must_differ() -> None:
     """Shared streams draw the dropout masks of what all tensor-parallel ranks hold whole: they must stay equal."""
     streams, before = first(ONE)
     after = then(parallel(tp=2), streams)
-    old, kept, new = before[Coordinate(0, 0, 0)], after[Coordinate(0, 0, 0)], after[Coordinate(1, 0, 0)]
+    old, kept, new = before[Coordinate(0, 0, 0)], after[Coordinate(0, 0, 0)], after[Coordinate(1, 0, 0, 1)]
     assert kept == old
     assert {name: new[name] for name in SHARED} == {name: old[name] for name in SHARED}
     assert all(new[name] != old[name] for name in SPLIT)
@@ -84,7 +84,7 @@ def test_pp1_to_pp2_seeds_the_new_stage_by_seed_step_and_place() -> None:
     streams, before = first(ONE)
     after = then(parallel(tp=2, pp=2), streams)
     assert after[Coordinate(0, 0, 0)] == before[Coordinate(0, 0, 0)]
-    new = after[Coordinate(0, 0, 1)], after[Coordinate(1, 0, 1)]
+    new = after[Coordinate(0, 0, 1)], after[Coordinate(1, 0, 1, 1)]
     assert all(new[0][name] == new[1][name] != before[Coordinate(0, 0, 0)][name] for name in SHARED)
     assert all(new[0][name] != new[1][name] for name in SPLIT)
     assert then(parallel(tp=2, pp=2), streams) == after, "the rule gives the same streams each time"
@@ -110,8 +110,8 @@ def test_dropout_goes_on_after_tp1_to_tp2(sp: bool) -> None:
     def go_on(tensors: Any, small: Any) -> Any:
         task = build(parallel(tp=2, sp=sp), dropout=0.2)
         load(task.state, tensors, small)
-        streams = {Coordinate(0, 0, 0): small["streams"]["random"]}
-        task.state.streams["random"].load_streams(streams, Coordinate(torch.distributed.get_rank(), 0, 0), 2)
+        streams = {ONE.coordinate(0): small["streams"]["random"]}
+        task.state.streams["random"].load_streams(streams, parallel(tp=2).coordinate(torch.distributed.get_rank()), 2)
         losses = [task.train_step()["loss"] for _ in range(3)]
         return read(task.state), losses
 

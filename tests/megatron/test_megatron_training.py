@@ -17,7 +17,6 @@ from ray_etc.actors.session import Context, open_session
 from ray_etc.actors.small_state import SmallState
 from ray_etc.megatron import GPTConfig
 from ray_etc.megatron.compat import leaf_optimizers
-from ray_etc.megatron.describe import MOMENTS
 from ray_etc.planners.parallel import ParallelConfig
 
 CONFIGURATIONS = [
@@ -106,7 +105,7 @@ def test_moments_made_early_change_nothing(zero: bool, bf16: bool, monkeypatch: 
     def losses_and_weights() -> tuple[list[float], list[torch.Tensor]]:
         task = build(parallel(zero=zero), bf16=bf16)
         losses = [task.train_step()["loss"] for _ in range(3)]
-        return losses, [param.detach().clone() for param in task.model.parameters()]
+        return losses, [param.detach().clone() for param in task.chunks[0].parameters()]
 
     (early,) = run_ranks(losses_and_weights, 1)
     monkeypatch.setattr(build_module, "state", lambda *args, **kwargs: None)
@@ -124,7 +123,7 @@ def test_padding_of_the_vocabulary_changes_nothing(padded: int, monkeypatch: pyt
         task = build(config)
         load(task.state, *start)
         losses = [task.train_step()["loss"] for _ in range(2)]
-        module = task.model.module
+        module = task.chunks[0].module
         rows = [module.embedding.word_embeddings.weight[257:], module.output_layer.weight[257:]]
         return losses, max(float(row.detach().abs().max()) for row in rows)
 
@@ -146,7 +145,7 @@ def test_only_the_first_generation_initialises() -> None:
     def weights(generation: int | None) -> torch.Tensor:
         if generation is not None:
             open_session(Context("test", generation, ONE, 0, 0, 1, 0, 0))
-        return build(ONE).model.module.output_layer.weight.detach().clone()
+        return build(ONE).chunks[0].module.output_layer.weight.detach().clone()
 
     ((alone,), (first,), (second,)) = (run_ranks(weights, 1, generation) for generation in (None, 0, 1))
     assert torch.equal(alone, first)
@@ -163,15 +162,18 @@ def test_warm_up_step_leaves_no_trace(config: ParallelConfig, monkeypatch: pytes
         open_session(Context("test", 1, config, rank, rank, config.world_size, 0, rank, about_step=3))
         torch.use_deterministic_algorithms(True)  # unset memory is NaN
         task = build(config, dropout=0.1, bf16=True, vocab_size=257)
-        buffers = [*task.model.buffers, *task.model.expert_parallel_buffers]
+        (model,) = task.chunks
+        buffers = [*model.buffers, *model.expert_parallel_buffers]
         states = [state for leaf in leaf_optimizers(task.optimizer) for state in leaf.optimizer.state.values()]
         return {
             "small": SmallState.of(task.state),
             "microbatches": get_num_microbatches(),
             "lr": [group["lr"] for group in task.optimizer.param_groups],
             "gradients": max(float(buffer.grad_data.abs().max()) for buffer in buffers),
-            "weights": max(float(param.abs().max()) for param in task.model.parameters()),
-            "moments": max(float(moments[kind].abs().max()) for moments in states for kind in MOMENTS),
+            "weights": max(float(param.abs().max()) for param in model.parameters()),
+            "moments": max(
+                float(moments[kind].abs().max()) for moments in states for kind in ("exp_avg", "exp_avg_sq")
+            ),
         }
 
     warm = run_ranks(look, 2)

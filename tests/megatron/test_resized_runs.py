@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import mesh
 from resize import Run, Stage, differing, run
 from tiny import ONE, parallel
 
@@ -45,22 +46,36 @@ def largest_difference(a: Run, b: Run) -> float:
     return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
 
 
-STORIES = {
-    "grow, change, shrink": through(parallel(tp=2), parallel(tp=2, dp=2), parallel(pp=2, dp=2), parallel(pp=2)),
-    "1 to 3 to 2 to 4 ranks": through(ONE, parallel(dp=3), parallel(pp=2, zero=False), parallel(tp=4, sp=True)),
+STORIES: dict[str, tuple[tuple[Stage, ...], dict[str, Any]]] = {
+    "grow, change, shrink": (
+        through(parallel(tp=2), parallel(tp=2, dp=2), parallel(pp=2, dp=2), parallel(pp=2)),
+        {},
+    ),
+    "1 to 3 to 2 to 4 ranks": (
+        through(ONE, parallel(dp=3), parallel(pp=2, zero=False), parallel(tp=4, sp=True)),
+        {},
+    ),
+    "experts": (
+        through(mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), mesh(pp=2, cp=2), mesh(dp=3, ep=3)),
+        {"num_moe_experts": 6, "moe_ffn_hidden_size": 20, "moe_shared_expert_intermediate_size": 24, "num_layers": 2},
+    ),
+    "pipelines": (
+        through(mesh(pp=2, vpp=2), mesh(pp=3, pipeline_layers=(1, 1, 2)), mesh(tp=2, cp=2), mesh(pp=4)),
+        {},
+    ),
 }
 
 
-@pytest.mark.parametrize("stages", STORIES.values(), ids=STORIES.keys())
-def test_three_resizes_only_reorder_sums(stages: tuple[Stage, ...]) -> None:
-    plain = unbroken(stages, global_batch_size=12)
-    assert largest_difference(resized(*stages, global_batch_size=12), plain) < TOLERANCE
+@pytest.mark.parametrize(("stages", "model"), STORIES.values(), ids=STORIES.keys())
+def test_three_resizes_only_reorder_sums(stages: tuple[Stage, ...], model: dict[str, Any]) -> None:
+    plain = unbroken(stages, global_batch_size=12, **model)
+    assert largest_difference(resized(*stages, global_batch_size=12, **model), plain) < TOLERANCE
     assert plain.losses[-1] < plain.losses[0] - 0.5
 
 
-@pytest.mark.parametrize("stages", STORIES.values(), ids=STORIES.keys())
-def test_each_sample_once_and_in_order(stages: tuple[Stage, ...]) -> None:
-    samples = resized(*stages, global_batch_size=12).samples
+@pytest.mark.parametrize(("stages", "model"), STORIES.values(), ids=STORIES.keys())
+def test_each_sample_once_and_in_order(stages: tuple[Stage, ...], model: dict[str, Any]) -> None:
+    samples = resized(*stages, global_batch_size=12, **model).samples
     assert [len(step) for step in samples] == [12] * STEPS * len(stages)
     assert list(chain(*samples)) == list(range(12 * STEPS * len(stages)))
 
@@ -101,7 +116,7 @@ def count_a_step_less(task: Task) -> None:
 
 
 def roll_rows_of_qkv(task: Task) -> None:
-    for name, param in task.model.named_parameters():
+    for name, param in task.chunks[0].named_parameters():
         if "linear_qkv.weight" in name:
             param.copy_(param.roll(1, 0))
 

@@ -72,7 +72,7 @@ def test_data_index_counts_context_and_data_as_one() -> None:
     parallel = ParallelConfig(2, 2, 2, context_parallel=2)
     assert [parallel.coordinate(rank) for rank in (0, 1, 2, 4, 8)] == [
         Coordinate(0, 0, 0),
-        Coordinate(1, 0, 0),
+        Coordinate(1, 0, 0, 1),
         Coordinate(0, 1, 0),
         Coordinate(0, 2, 0),
         Coordinate(0, 0, 1),

@@ -25,12 +25,25 @@ def test_sources_of_streams(old: ParallelConfig, new: ParallelConfig) -> None:
         if wanted.pipeline >= old.pipeline_parallel:
             assert sources == set()
         elif wanted.tensor < old.tensor_parallel:
-            assert sources == {Coordinate(wanted.tensor, data, wanted.pipeline)}
+            assert sources == {Coordinate(wanted.tensor, data, wanted.pipeline, wanted.tensor)}
         else:
             assert sources == {Coordinate(0, data, wanted.pipeline)}
 
 
 def test_survivors_of_a_death_may_lack_any_rank() -> None:
-    held = [Coordinate(1, 0, 0), Coordinate(0, 1, 0)]  # of TP2 DP2
-    assert sources_of_streams(held, Coordinate(0, 0, 0)) == {Coordinate(1, 0, 0), Coordinate(0, 1, 0)}
-    assert sources_of_streams(held, Coordinate(1, 0, 0)) == {Coordinate(1, 0, 0)}
+    held = [Coordinate(1, 0, 0, 1), Coordinate(0, 1, 0, 0)]  # of TP2 DP2
+    assert sources_of_streams(held, Coordinate(0, 0, 0, 0)) == set(held)
+    assert sources_of_streams(held, Coordinate(1, 0, 0, 1)) == {held[0]}
+
+
+def test_experts_go_by_their_own_mesh() -> None:
+    old, new = ParallelConfig(data_parallel=4, expert_parallel=4), ParallelConfig(data_parallel=2, expert_parallel=2)
+    held = coordinates(old)
+    for wanted in coordinates(new):
+        assert sources_of_streams(held, wanted) == {held[wanted.data]}
+    # TP2 EP2 with whole experts to TP2 DP2 EP2 with halves of them: the place among the experts of rank 2 was rank 0's.
+    old = ParallelConfig(2, 1, 1, expert_parallel=2, expert_tensor_parallel=1)
+    new = ParallelConfig(2, 1, 2, expert_parallel=2)
+    held, wanted = coordinates(old), coordinates(new)[2]
+    assert wanted == Coordinate(0, 1, 0, expert_tensor=0, expert=1)
+    assert sources_of_streams(held, wanted) == {held[0], held[1]}
