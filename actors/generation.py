@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import ray
@@ -13,9 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_etc.actors.messages import Entered, Outcome
 from ray_etc.actors.rank import Rank
 from ray_etc.actors.session import Context
+from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.phases import Key
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class TrainJob:
     runtime_env: dict[str, Any]
     timeout_s: float
     start_timeout_s: float
+    slot_nbytes: int | None = None
+    """What all processes of a slot may have of its memory together; None for all of a GPU, or no limit on CPUs."""
 
 
 class Wait(Protocol):
@@ -75,12 +79,26 @@ class Generation:
             generation.becoming.append(rank.become.remote(context, _environment(slot, context, job)))
         return generation
 
-    def start_loops(self, store: tuple[str, int], job: TrainJob) -> None:
-        self.outcome_refs = [rank.train.remote(job.loop, job.config, store, job.start_timeout_s) for rank in self.ranks]
+    def start_loops(self, store: tuple[str, int], job: TrainJob, is_emptied: bool) -> None:
+        """Have every rank build its model, which is emptied for a tight handover or not."""
+        limit = (job.resources.get("GPU", 0.0), job.slot_nbytes)
+        self.outcome_refs = [
+            rank.train.remote(job.loop, job.config, store, job.start_timeout_s, limit, is_emptied)
+            for rank in self.ranks
+        ]
+
+    def share(self, shared: Sequence[SharedMemory]) -> None:
+        """Take in how the next generation can map the memory of each rank."""
+        self.entered = [replace(each, shared=memory) for each, memory in zip(self.entered, shared, strict=True)]
 
     def layouts(self) -> dict[int, RankLayout]:
         """What each slot holds, as its rank reported it."""
         return {slot.slot_id: entered.layout for slot, entered in zip(self.slots, self.entered, strict=True)}
+
+    @property
+    def derived(self) -> dict[Key, Key]:
+        """Of which tensor another is exactly the rounded value, on any rank."""
+        return {key: of for entered in self.entered for key, of in entered.derived.items()}
 
     @property
     def living_slot_ids(self) -> set[int]:

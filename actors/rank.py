@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,8 +25,11 @@ import torch.distributed as dist
 from ray_etc.actors import sharing
 from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.imports import import_all, import_all_in_background
-from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced
+from ray_etc.actors.managed import ManagedMemory
+from ray_etc.actors.memory import StateMemory, limit_training
+from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced, Usage
 from ray_etc.actors.mover import Mover, MoveReport
+from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old, warm_up
 from ray_etc.actors.session import Context, GenerationReplaced, open_session
 from ray_etc.actors.state import TrainState
 from ray_etc.actors.transports import close_group, get_group, open_group
@@ -46,6 +50,8 @@ class Rank:
     def __init__(self) -> None:
         self._is_taken = threading.Event()
         self._store: dist.TCPStore | None = None
+        self._managed: ManagedMemory | None = None
+        self._memory: StateMemory | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
         self._working = threading.Lock()
@@ -90,11 +96,27 @@ class Rank:
 
     @ray.method(concurrency_group="train")
     def train(
-        self, loop: Callable[..., Any], config: dict[str, Any] | None, store: tuple[str, int], timeout_s: float
+        self,
+        loop: Callable[..., Any],
+        config: dict[str, Any] | None,
+        store: tuple[str, int],
+        timeout_s: float,
+        limit: tuple[float, int | None],
+        is_emptied: bool,
     ) -> Outcome:
-        """Join the generation's process group and run the user's loop to its end."""
+        """Join the generation's process group and run the user's loop to its end.
+
+        `limit` is its share of a GPU, and what all processes of a slot may have of its memory. Where the state is
+        emptied once it is built, it is built in managed memory.
+        """
         try:
             self._join_world(store, timeout_s)
+            if torch.cuda.is_available() and is_emptied:
+                self._managed = ManagedMemory()
+                self._session.on_enter = partial(self._end_build, limit)
+                self._managed.begin()
+            elif torch.cuda.is_available():
+                limit_training(*limit)
             value = loop(config) if config is not None else loop()
             if self._session.state is None:
                 raise RuntimeError(
@@ -109,12 +131,19 @@ class Rank:
             self._session.end()
 
     @ray.method(concurrency_group="control")
-    def wait_entered(self, timeout_s: float) -> Entered | None:
-        """Until the loop stands before its first step; None where it ended instead."""
+    def wait_entered(self, timeout_s: float, is_emptied: bool = False) -> Entered | None:
+        """Until the loop stands before its first step; None where it ended instead. Then its memory is shared, or
+        emptied for a tight handover."""
         if not self._session.wait_entered(timeout_s):
             return None
         state = self._state()
-        return Entered(state.layout(), sharing.share(state.views()))
+        self._memory = StateMemory(state.views(), state.scratch)
+        if is_emptied:
+            self._memory.empty()
+            if self._managed is not None:
+                self._managed.drop()
+        shared = None if is_emptied else self._memory.share()
+        return Entered(state.layout(), shared, self._memory.allocations, state.derived)
 
     @ray.method(concurrency_group="control")
     def begin(self, first_step: int) -> None:
@@ -217,11 +246,69 @@ class Rank:
 
     @ray.method(concurrency_group="control")
     def resume(self) -> None:
+        if self._memory is not None:
+            self._memory.make_scratch()
         self._session.resume()
 
     @ray.method(concurrency_group="control")
     def replace(self) -> None:
         self._session.replace()
+
+    # Where memory is short ------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def usage(self, trims: bool, timeout_s: float) -> Usage:
+        """How much memory there is, after giving back what no step needs where `trims`."""
+        if trims and torch.cuda.is_available():
+            self._session.trim(timeout_s)
+        return self._held_memory().usage()
+
+    @ray.method(concurrency_group="control")
+    def fill(self) -> sharing.SharedMemory:
+        """Make all emptied memory again, scratch too, and share it."""
+        self._held_memory().fill()
+        return self._held_memory().share()
+
+    @ray.method(concurrency_group="control")
+    def warm_up(self) -> None:
+        """See `phased.warm_up`."""
+        with torch.cuda.stream(self._stream):
+            warm_up(self._held_memory().device)
+
+    @ray.method(concurrency_group="control")
+    def check_derived(self) -> None:
+        """See `phased.check_derived`."""
+        state = self._state()
+        check_derived(state.layout(), state.views(), state.derived)
+
+    @ray.method(concurrency_group="control")
+    def move_phase(
+        self, group: str, part: RankPhase, shared: sharing.SharedMemory | None, is_new: bool, timeout_s: float
+    ) -> PhaseReport:
+        state, memory, tell = self._state(), self._held_memory(), self._session.on_move_event
+        with self._at_work_for(group), torch.cuda.stream(self._stream):
+            transport = get_group(group)
+            if is_new:
+                return move_as_new(part, memory, state.layout(), state.views(), shared, transport, timeout_s, tell)
+            return move_as_old(part, memory, state.views(), transport, timeout_s, tell)
+
+    @ray.method(concurrency_group="control")
+    def release(self, numbers: Sequence[int] | None = None) -> int:
+        """Give allocations of the state back for good, or all, and the scratch memory; what was held until then."""
+        memory = self._held_memory()
+        held = memory.nbytes_allocated()
+        memory.empty_scratch()
+        memory.release(range(len(memory.allocations.nbytes)) if numbers is None else numbers)
+        return held
+
+    def _end_build(self, limit: tuple[float, int | None]) -> None:
+        assert self._managed is not None
+        self._managed.end()
+        limit_training(*limit)  # managed memory would count
+
+    def _held_memory(self) -> StateMemory:
+        assert self._memory is not None, "the train loop has not entered ray_etc.steps()"
+        return self._memory
 
     @contextmanager
     def _at_work_for(self, group: str) -> Iterator[None]:

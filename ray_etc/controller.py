@@ -19,14 +19,19 @@ from ray.train import ScalingConfig
 from ray_etc.actors.errors import ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob
 from ray_etc.actors.handover import Handover, start_generation
+from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.messages import Failed, Finished
 from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.record import ResizeRecord
-from ray_etc.actors.slots import SlotPool
+from ray_etc.actors.slots import Slot, SlotPool
 from ray_etc.actors.standby import IDLE_PATIENCE_S, Standbys
 from ray_etc.choice import Chooser, largest
+from ray_etc.planners.errors import DoesNotFit
+from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import RankLayout, TensorSpec
+from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.phases import Allocations
 from ray_etc.planners.placement import known_tensors, place
 from ray_etc.planners.policy import Noop, Recover, Resize, Situation, decide
 from ray_etc.reports import ReportBook
@@ -153,6 +158,8 @@ class Controller:
             else:
                 self._drain_not_before = time.monotonic() + RETRY_DRAIN_S
             self._give_up(record, error)
+            if isinstance(error, StateLost):
+                raise error.__cause__ if isinstance(error.__cause__, Stopped) else error from None
         else:
             self._commit(old, new, record)
         finally:
@@ -178,7 +185,7 @@ class Controller:
     def _change(self, old: Generation, slot_ids: Sequence[int], record: ResizeRecord) -> Generation:
         """Start the next generation in the shadow, its ranks where most of their state already is, and hand over.
 
-        On any exception the old generation is as it was.
+        On any exception but StateLost the old generation is as it was.
         """
         self.records.append(record)
         self.book.before_resize(record)
@@ -188,20 +195,45 @@ class Controller:
         held = {old.slots[rank].slot_id: old.entered[rank].layout for rank in old.survivors()}
         chosen = place(self._tensors, held, record.parallel_to, nodes).slot_of_rank
         slots = [self.slots[slot_id] for slot_id in chosen]
+        headroom = None if old.dead else self._find_headroom(old, slots, record)
         standbys = self.watch.standbys.take(slots)
         about_step = self.book.latest_step + 1
         new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys, about_step)
         self.watch.preparing = new
-        handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record)
+        handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record, headroom)
         try:
             with record.phase("prepare"):
-                start_generation(new, self.job, self.watch.wait)
+                start_generation(new, self.job, self.watch.wait, record.memory_mode == "tight")
             handover.carry_out()
         except BaseException:
             handover.abort()
             self.watch.drop_preparing()
             raise
         return new
+
+    def _find_headroom(self, old: Generation, slots: Sequence[Slot], record: ResizeRecord) -> Headroom:
+        """Choose the memory mode by what the new ranks are expected to hold, before any of them is started.
+
+        Raises:
+            DoesNotFit: a slot has too little memory in either mode.
+        """
+        target = dict(zip((s.slot_id for s in slots), expected_layouts(self._tensors, record.parallel_to), strict=True))
+        nodes = {slot.slot_id: slot.node_name for slot in [*old.slots, *slots]}
+        for trims in (False, True):
+            headroom = Headroom.of(old, self.job.slot_nbytes, self.watch.wait, self.job.timeout_s, trims)
+            if not headroom.is_limited:
+                break
+            allocations = {slot_id: Allocations.expected(layout) for slot_id, layout in target.items()}
+            try:
+                choice = headroom.choose(make_plan(old.layouts(), target, nodes), allocations)
+            except DoesNotFit:
+                if trims:
+                    raise
+                continue
+            record.memory_mode, record.nbytes_peak_predicted = choice.mode, choice.nbytes_peak
+            if choice.mode == "safe":
+                break
+        return headroom
 
     def _commit(self, old: Generation, new: Generation, record: ResizeRecord) -> None:
         self._measured()

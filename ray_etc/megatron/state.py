@@ -64,6 +64,10 @@ def state(
         shards,
         replicated={**replicated, **more},
         streams={"random": RandomStreams(seed)},
+        scratch=compat.gradient_buffers(chunks),
+        derived={
+            ("param", shard.tensor.name): shard.tensor.key for shard in shards if shard.tensor.kind == "main_param"
+        },
         optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
         check_parallel=check_parallel,
     )
