@@ -176,9 +176,9 @@ class Session:
                 self._load = None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._first_step is not None)
-        assert self._first_step is not None
-        self._record_boundary(self._first_step)
-        return self._first_step
+        first = self._first_step or state.next_step
+        self._record_boundary(first)
+        return first
 
     def _before_update(self) -> None:
         with self._changed:

@@ -42,6 +42,7 @@ def build(
     global_batch_size: int = 32,
     micro_batch_size: int = 1,
     seed: int = 1234,
+    checkpoint: str | Path | None = None,
 ) -> Task:
     """Build a GPT under `parallel`, ready to train. Every rank of torch.distributed's default group calls it.
 
@@ -56,6 +57,7 @@ def build(
         global_batch_size: samples a step, over all ranks; never changes in a run.
         micro_batch_size: samples in one forward pass of one rank.
         seed: of the weights, the order of the samples, and dropout.
+        checkpoint: what to start from, see `state`.
     """
     config = GPTConfig.of(model)
     batch = BatchConfig(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
@@ -94,6 +96,7 @@ def build(
         vocab_size=config.vocab_size,
         check_parallel=partial(check_parallel, config, batch),
         seed=seed,
+        checkpoint=checkpoint,
     )
     return Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
 
