@@ -74,6 +74,7 @@ class Report:
 
     step: int
     metrics: dict[str, Any]
+    checkpoint: Any = None
 
 
 @dataclass(frozen=True)

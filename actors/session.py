@@ -136,11 +136,11 @@ class Session:
         finally:
             self.end()  # also where the user breaks out of the loop
 
-    def report(self, metrics: dict[str, Any]) -> None:
+    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
         if self._current_step is None:
             raise RuntimeError("ray_etc.report() was called outside of `for step in ray_etc.steps(...)`")
         with self._changed:
-            self._reports.append(Report(self._current_step, dict(metrics)))
+            self._reports.append(Report(self._current_step, dict(metrics), checkpoint))
 
     @property
     def current_step(self) -> int | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import BF16, Row, mesh
+from logical import RankShards, read, whole
+from logical import differing as differing_logical
+from matrix import BF16, PLAIN, Row, mesh
 from megatron.core import dist_checkpointing
 from models import trainee
 from oracle import parts_by_megatron, whole_by_megatron
-from ranks import RanksFailedError, run_ranks
+from ranks import run_ranks
 from resize import Generation, differing, hand_over, start_next
 from script import load_by_script, save_by_script
 from tiny import build, parallel
@@ -20,9 +22,6 @@ from tiny import build, parallel
 from ray_etc.actors.small_state import SmallState
 from ray_etc.megatron import checkpoint
 from ray_etc.planners.parallel import ParallelConfig
-
-PLAIN = {"distributed_optimizer": False}
-BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 500}
 
 ROWS = [
     Row("llama", mesh(tp=2, pp=2), mesh(dp=3), BF16),
@@ -41,22 +40,31 @@ def train_and_save(row: Row, folder: Path) -> dict[str, Any]:
 
 
 def load_each(row: Row, folder: Path) -> list[dict[str, Any]]:
-    """Three times: ours by us, ours by the script, and the script's by us."""
+    """Ours by the script, ours by us, and the script's by us, one after another into the same model."""
     task = trainee(row.model, row.optimizer, row.batch_size)(row.new)
+
+    def script() -> int:
+        iteration, task.consumed_samples = load_by_script(task, folder / "ours")
+        return iteration
+
+    by_us = partial(checkpoint.load, task.state, task.chunks, task.optimizer)
     came = []
-    for load in (
-        lambda: checkpoint.load(task.state, task.chunks, task.optimizer, folder / "ours"),
-        lambda: load_by_script(task, folder / "ours"),
-        lambda: checkpoint.load(task.state, task.chunks, task.optimizer, folder / "theirs"),
-    ):
+    for load in (*[script] * is_for_script(row), partial(by_us, folder / "ours"), partial(by_us, folder / "theirs")):
         for view in task.state.views():
             view.detach().fill_(float("nan"))
         task.scheduler.num_steps = task.consumed_samples = 0
-        answer = load()
-        came.append({"answer": answer, "parts": parts_by_megatron(task)})
-        came[-1]["small"] = SmallState.of(task.state).digests()
+        came.append({"iteration": load()})
+        came[-1] |= {"parts": parts_by_megatron(task), "small": SmallState.of(task.state).digests()}
     came[-1]["next"] = norms(task)
     return came
+
+
+def is_for_script(row: Row) -> bool:
+    """Megatron saves the main weights under another name with ZeRO-1 than without, and does not read them as the other.
+
+    We do.
+    """
+    return row.old.distributed_optimizer == row.new.distributed_optimizer
 
 
 def norms(task: Any) -> list[float]:
@@ -68,13 +76,13 @@ def norms(task: Any) -> list[float]:
 def test_either_reads_what_the_other_wrote(row: Row, tmp_path: Path) -> None:
     before = run_ranks(train_and_save, row.old.world_size, row, tmp_path)
     after = run_ranks(load_each, row.new.world_size, row, tmp_path)
-    whole = whole_by_megatron(rank["parts"] for rank in before)
-    for number, answer in enumerate((2, (2, 2 * row.batch_size), 2)):
-        assert {rank[number]["answer"] for rank in after} == {answer}
-        assert differing(whole, whole_by_megatron(rank[number]["parts"] for rank in after)) == []
-    for number in (0, 2):
-        assert [rank[number]["small"] for rank in after] == [before[0]["small"]] * len(after)
-    assert after[0][2]["next"] == pytest.approx(before[0]["next"], rel=2e-2)
+    saved = whole_by_megatron(rank["parts"] for rank in before)
+    for number in range(len(after[0])):
+        loaded = [rank[number] for rank in after]
+        assert [rank["iteration"] for rank in loaded] == [2] * len(after)
+        assert [rank["small"] for rank in loaded] == [before[0]["small"]] * len(after)
+        assert differing(saved, whole_by_megatron(rank["parts"] for rank in loaded)) == []
+    assert after[0][-1]["next"] == pytest.approx(before[0]["next"], rel=2e-2)
 
 
 def run_on(config: ParallelConfig, folder: Path) -> list[float]:
@@ -86,5 +94,87 @@ def run_on(config: ParallelConfig, folder: Path) -> list[float]:
 
 
 def start_from(config: ParallelConfig, folder: Path) -> tuple[int, list[float]]:
-    task = build(config, seed=8, dropout=0.1, bf16=True, checkpoint=folder)
+    task = build(config, dropout=0.1, bf16=True, checkpoint=folder)
     return task.state.next_step, [task.train_step()["loss"] for _ in range(2)]
+
+
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """Under the same configuration to the last bit, with dropout."""
+    config = parallel(tp=2)
+    [losses, _] = run_ranks(run_on, 2, config, tmp_path)
+    assert run_ranks(start_from, 2, config, tmp_path) == [(2, losses)] * 2
+
+
+def save(task: Any, folder: Path) -> None:
+    task.state.save_checkpoint(folder, 2)
+
+
+def load_and_save(row: Row, read: Path, write: Path) -> None:
+    task = trainee(row.model, row.optimizer, row.batch_size)(row.new)
+    save_after = checkpoint.load(task.state, task.chunks, task.optimizer, read)
+    task.state.save_checkpoint(write, save_after)
+
+
+def in_files(*folders: Path) -> list[dict[str, torch.Tensor]]:
+    return [dist_checkpointing.load_plain_tensors(str(folder / "iter_0000002")) for folder in folders]
+
+
+def test_after_a_resize_it_is_that_of_a_run_built_so(tmp_path: Path) -> None:
+    row = Row("llama", mesh(dp=2), mesh(tp=2), BF16)
+    make = trainee(row.model, row.optimizer, row.batch_size)
+    with Generation(0, row.old, range(2), make).enter() as old:
+        old.ask("train", 2)
+        old.ask("look", partial(save, folder=tmp_path / "old"))
+        with start_next(old, row.new, range(2), make) as new:
+            hand_over(old, new, range(2)).check()
+            new.ask("look", partial(save, folder=tmp_path / "resized"))
+    run_ranks(load_and_save, 2, row, tmp_path / "old", tmp_path / "built")
+    [(resized, built)] = run_ranks(in_files, 1, tmp_path / "resized", tmp_path / "built")
+    assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in built)
+    assert differing(resized, built) == []
+
+
+def catalogued(config: ParallelConfig, optimizer: dict[str, Any], folder: Path, is_saving: bool) -> RankShards:
+    task = trainee("llama", optimizer, 4)(config)
+    if is_saving:
+        task.train_step()
+        task.state.save_checkpoint(folder, 1)
+    else:
+        checkpoint.load(task.state, task.chunks, task.optimizer, folder)
+    return read(task.state)
+
+
+def test_the_optimizer_state_of_several_buckets_is_that_of_its_own_weights(tmp_path: Path) -> None:
+    """Megatron by itself saves that of others: it leaves out the padding between buckets, and then counts with it."""
+    buckets = {"overlap_grad_reduce": True, "bucket_size": 500, **BF16}
+    before = whole(run_ranks(catalogued, 2, mesh(dp=2), buckets, tmp_path, True))
+    after = whole(run_ranks(catalogued, 1, mesh(), BF16, tmp_path, False))
+    assert differing_logical(before, after) == []
+
+
+def refusals(folder: Path) -> list[str]:
+    task = trainee("llama", BF16, 4)(mesh())
+    task.train_step()
+    place = task.state.save_checkpoint(folder, 1)
+    said = []
+
+    def refused(given: Path = folder) -> None:
+        with pytest.raises(ValueError, match="checkpoint") as caught:
+            checkpoint.load(task.state, task.chunks, task.optimizer, given)
+        said.append(str(caught.value))
+
+    checkpoint.load(task.state, task.chunks, task.optimizer, place)
+    dist_checkpointing.remove_sharded_tensors(str(place), "optimizer.state.exp_avg_sq.")
+    refused()
+    (place / "metadata.json").unlink()
+    refused()
+    refused(folder / "nowhere")
+    return said
+
+
+def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
+    """Others: moments were dropped without a word, and training went on."""
+    [(lost, unfinished, nowhere)] = run_ranks(refusals, 1, tmp_path)
+    assert "does not have optimizer.state.exp_avg_sq.decoder" in lost
+    assert "not a whole checkpoint" in unfinished
+    assert "no checkpoint in" in nowhere
