@@ -5,6 +5,7 @@ Every rank calls each function. States may be saved under one configuration and 
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,11 @@ def megatron_save(state: State, folder: str) -> None:
     """Fully parallel: replicas write different tensors."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    # A save that waits for itself needs no helper process to collect its results, which would outlive a killed rank.
+    filesystem_async._results_queue = queue.SimpleQueue()
 
     Path(folder).mkdir(exist_ok=True)
     dist.barrier()

@@ -37,7 +37,7 @@ LARGE = {
     },
     "optimizer": {"lr": 2e-4, "warmup_steps": 20},
     "global_batch_size": 8,
-    "micro_batch_size": 4,
+    "micro_batch_size": 2,
 }
 TINY = {
     "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 176, "sequence_length": 64},

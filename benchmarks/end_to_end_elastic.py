@@ -168,7 +168,7 @@ def _await(run: ElasticRun, condition: Callable[[], bool], what: str) -> None:
 def summarize(run: ElasticRun, story: Story) -> dict[str, Any]:
     """Each resize so far with the steps around it, and every step."""
     steps = {
-        number: of_all_ranks(metrics["step"] for [metrics] in by_rank.values())
+        number: of_all_ranks(metrics["step"] for [metrics] in list(by_rank.values()))
         for number, by_rank in sorted(run.reports.items())
     }
     done = _done(run)

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 STEPS_BEFORE = 5
 STEPS_AFTER = 16
 WRITE_S = 120.0
-SAME_LOSS = 0.1
-"""Between two runs whose sums are in another order; what is not loaded shows as several."""
+SAME_LOSS = 0.5
+"""Between two runs whose sums are in another order and which drift apart: 5e-6, 6e-4 and 4e-2 were seen on CPUs after
+one, two and three restarts. What is loaded is compared by its bits; this shows that training goes on with it."""
+REHEARSED = 8
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 SHAPES = {"grow": ParallelConfig(tensor_parallel=2), "shrink": ParallelConfig()}
 
@@ -94,19 +96,41 @@ class TrainingRank:
             self._step += 1
         return steps
 
+    def rehearse(self, how: str, folder: str) -> None:
+        """Save a few tensors: a job that is under way has saved before, and has set up what a first save needs."""
+        self._save(how, dict(list(self._state.items())[:REHEARSED]), folder)
+        if how == "dcp_async":
+            self._written.result()
+
     def save(self, how: str, folder: str) -> None:
         """Until the checkpoint is whole; an asynchronous one until training can go on."""
-        from benchmarks import checkpoints
         from ray_etc.actors.small_state import SmallState
 
         small = SmallState.of(self._task.state), self._parallel.coordinate(self._rank), self._step
-        if how == "dcp":
-            checkpoints.dcp_save(self._state, folder, self._side_group)
-        elif how == "megatron":
-            checkpoints.megatron_save(self._state, folder)
-        else:
-            self._written = checkpoints.dcp_async_save(self._state, folder, self._side_group)
+        self._save(how, self._state, folder)
         Path(f"{folder}.small{self._rank}").write_bytes(pickle.dumps(small))
+
+    def _save(self, how: str, state: State, folder: str) -> None:
+        from benchmarks import checkpoints
+
+        if how == "dcp":
+            checkpoints.dcp_save(state, folder, self._side_group)
+        elif how == "megatron":
+            checkpoints.megatron_save(state, folder)
+        else:
+            self._written = checkpoints.dcp_async_save(state, folder, self._side_group)
+
+    def sums(self) -> dict[str, int]:
+        """Of the bits of each tensor, over this rank's part; 0 where another rank counts it."""
+        import torch
+        from torch.distributed.tensor import Replicate
+
+        sums = {}
+        for name, tensor in self._state.items():
+            bits = tensor.to_local().view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+            is_mine = self._rank == 0 or tensor.placements != (Replicate(),)
+            sums[name] = bits.sum(dtype=torch.int64) if is_mine else torch.zeros((), dtype=torch.int64)
+        return {name: int(each) for name, each in sums.items()}
 
     def is_saved(self) -> bool:
         """Raises what went wrong in the background."""
@@ -178,6 +202,11 @@ class Job:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return call_all(self._ranks, method, *arguments)
 
+    def sums(self) -> dict[str, int]:
+        """Of the bits of each whole tensor, whatever the configuration."""
+        parts = self.call("sums")
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
     def kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
@@ -213,7 +242,7 @@ def measure_restarts(
         result["loss_unbroken"] = [round(loss, 5) for loss in unbroken.values()]
         result["loss_difference_from_unbroken"] = largest_difference(unbroken, losses)
         keep(result)
-        # Untimed: a first save imports, and has the machine find memory for the files.
+        # Untimed: it has the machine find memory for the files.
         with _checkpoint_folder(folders["memory"]) as folder:
             job.call("save", "dcp", str(folder))
         longest_s = 0.0
@@ -244,7 +273,7 @@ def measure_restarts(
         result["loss_difference_from_unbroken"],
         *(each.get("loss_difference_from_elastic") for each in result["restarts"]),
     ]
-    result["is_right"] = not any("error" in each for each in result["restarts"]) and all(
+    result["is_right"] = all(each.get("is_loaded", False) for each in result["restarts"]) and all(
         each is None or each < SAME_LOSS for each in differences
     )
     keep(result)
@@ -266,16 +295,24 @@ def _restart(
     job: Job, way: Way, parallel: ParallelConfig, config: dict[str, Any], use_cpu: bool, folder: Path
 ) -> tuple[Job, list[Step], dict[str, Any]]:
     """From the end of a step to the start of the next one, in new processes: they, their steps, and the figures."""
+    job.call("rehearse", way.format, f"{folder}-rehearsal")
     ended_at = job.train(STEPS_BEFORE)[-1].ended_at
     moments = [("", ended_at)]
 
     def done(part: str) -> None:
         moments.append((part, time.time()))
 
+    def check(of: Job = job) -> dict[str, int]:
+        """Takes no part in the restart: its time is taken off."""
+        sums = of.sums()
+        done("check")
+        return sums
+
     job.call("save", way.format, str(folder))
     lost_steps = 0
     if way.format == "dcp_async":
         done("stall")
+        held = check()
         deadline = time.monotonic() + WRITE_S
         while not all(job.call("is_saved")):
             if time.monotonic() > deadline:
@@ -285,6 +322,7 @@ def _restart(
         done("write")  # training goes on meanwhile, by steps that are lost
     else:
         done("save")
+        held = check()
     job.kill()
     done("stop")
     new = Job(parallel, config, use_cpu)
@@ -292,15 +330,19 @@ def _restart(
         moments += new.moments
         new.call("load", way.format, str(folder))
         done("load")
+        is_loaded = check(new) == held
         steps = new.train(STEPS_AFTER)
     except BaseException:
         new.kill()
         raise
+    spent = [(part, at - before) for (_, before), (part, at) in pairwise(moments)]
+    checked_s = sum(seconds for part, seconds in spent if part == "check")
     figures = {
-        "restart_s": steps[0].started_at - ended_at,
-        "parts_s": {part: at - before for (_, before), (part, at) in pairwise(moments)},
+        "restart_s": steps[0].started_at - ended_at - checked_s,
+        "parts_s": {part: seconds for part, seconds in spent if part != "check"},
+        "is_loaded": is_loaded,
         "lost_steps": lost_steps,
         "first_step": steps[0].number,
-        **back_to_normal(steps, ended_at),
+        **back_to_normal(steps, ended_at + checked_s),
     }
     return new, steps, figures

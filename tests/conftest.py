@@ -1,8 +1,12 @@
 """Set before anything imports Ray: loopback only, several clusters on one machine, no surprise from outside."""
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path
+
+import pytest
 
 os.environ.update(
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # else Ray rewrites 127.0.0.1 to the address of a network card
@@ -16,3 +20,16 @@ os.environ.update(
 
 # The GPU tests run the same processes, layouts, loops and oracles as those of the CPU.
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "trainer")]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `-n 2 --dist loadgroup`: one takes all that starts Ray or uses GPUs, one by one."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return  # the hosts with GPUs may not have it
+
+    def is_alone(item: pytest.Item) -> bool:
+        return any(item.get_closest_marker(name) for name in ("ray", "gpu"))
+
+    items.sort(key=lambda item: not is_alone(item))  # the longest group first
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("alone" if is_alone(item) else item.path.name))

@@ -61,6 +61,10 @@ def transformer_arguments(parallel: ParallelConfig, num_layers: int, mtp_layers:
         "tensor_model_parallel_size": parallel.tensor_parallel,
         "pipeline_model_parallel_size": parallel.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": virtual_stages(parallel),
+        # In one batch, messages of two stages to each other would be taken for one another: with interleaved chunks a
+        # stage sends to the next and to the one before at once, and of two stages those are the same.
+        "overlap_p2p_comm": parallel.virtual_pipeline > 1,
+        "batch_p2p_comm": parallel.virtual_pipeline == 1,
         "pipeline_model_parallel_layout": _layout(parallel, num_layers, mtp_layers),
         "context_parallel_size": parallel.context_parallel,
         "expert_model_parallel_size": parallel.expert_parallel,

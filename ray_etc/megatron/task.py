@@ -44,6 +44,10 @@ class Task:
         self.state = state
         self._device = next(chunks[0].parameters()).device
         self._padding = _padded_columns(config, self._device)
+        # What this rank has of each sequence.
+        self._parts = parallel_state.get_context_parallel_world_size()
+        rank = parallel_state.get_context_parallel_rank()
+        self._positions = context_positions(config.sequence_length, self._parts, rank).to(self._device)
 
     def train_step(self) -> dict[str, Any]:
         """Train on the next global batch.
@@ -98,19 +102,16 @@ class Task:
         self, batches: Iterator[torch.Tensor], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
         tokens = next(batches)
-        ranks = parallel_state.get_context_parallel_world_size()
-        positions = context_positions(tokens.shape[1] - 1, ranks, parallel_state.get_context_parallel_rank())
-        positions = positions.to(self._device)
-        inputs, targets = tokens[:, positions], tokens[:, positions + 1]
+        inputs, targets = tokens[:, self._positions], tokens[:, self._positions + 1]
         # No mask: the attention of a GPT is causal by itself.
-        output = model(inputs, positions.expand_as(inputs), None)
+        output = model(inputs, self._positions.expand_as(inputs), None)
 
         def loss(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             logits = logits.float()
             if self._padding is not None:
                 logits = logits.masked_fill(self._padding, -torch.inf)
-            # This rank has a part of each sequence, and Megatron's schedule multiplies the loss by the parts.
-            mean = vocab_parallel_cross_entropy(logits, targets).mean() / ranks
+            # Megatron's schedule multiplies the loss by the parts of a sequence.
+            mean = vocab_parallel_cross_entropy(logits, targets).mean() / self._parts
             # A copy: Megatron divides the first one in place by the number of micro-batches.
             return mean, {"loss": mean.detach().clone()}
 

@@ -69,8 +69,10 @@ def test_subset_of_the_processes_beside_torchs_default_group() -> None:
 def lonely_body(rank: int, board: Board) -> TransportError | None:
     if rank == 2:
         return None
+    board.put(f"{rank} is up")
+    board.get(f"{1 - rank} is up")  # however long that takes on a busy machine
     with pytest.raises(TransportTimeout) as caught:
-        join_group(rank, board, 3, timeout_s=1.0)
+        join_group(rank, board, 3, timeout_s=2.0)
     board.put(f"{rank} gave up")
     board.get(f"{1 - rank} gave up")  # the store, where both wait, is member 0's
     return caught.value
@@ -80,7 +82,7 @@ def test_connect_names_the_peer_that_never_joined() -> None:
     for outcome in run_processes(3, lonely_body)[:2]:
         assert outcome.error is None
         assert outcome.value.peers == (2,)
-        assert 0.9 < outcome.value.seconds < 3.0
+        assert 1.9 < outcome.value.seconds < 6.0
 
 
 def silent_body(rank: int, board: Board) -> float:

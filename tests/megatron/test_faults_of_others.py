@@ -1,6 +1,9 @@
 """Faults that others have had in resuming and resharding, each as a test with the right value.
 
-Those of experts, chained optimizers, model chunks and uneven stages are rows of matrix.py. Here is the rest.
+Some are tested elsewhere. Rows of matrix.py: four stages to four expert ranks; unlike numbers of experts on the ranks;
+chained optimizers over stages; more model chunks than one; another layout of layers. test_megatron_streams.py: the
+streams of all coordinates, and those of a new tensor-parallel rank. test_resized_runs.py: each sample once.
+refusals.py: main weights that are not where they seem to be.
 """
 
 from __future__ import annotations

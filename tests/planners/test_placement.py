@@ -44,3 +44,12 @@ def test_place_puts_a_tensor_group_on_one_node() -> None:
         frozenset("a"),
         frozenset("b"),
     }
+
+
+def test_place_puts_experts_that_fill_a_node_on_one() -> None:
+    """Although each rank would find more of its state on the other node."""
+    experts = [TensorSpec("param", "experts", (4, 8, 8), "float32", 4, split_dim=1, layer=0, expert_dim=0)]
+    parallel = ParallelConfig(data_parallel=8, expert_parallel=4)
+    nodes = dict(enumerate("aabbaabb"))
+    slots = place(experts, dict(enumerate(expected_layouts(experts, parallel))), parallel, nodes).slot_of_rank
+    assert {len({nodes[slot] for slot in group}) for group in (slots[:4], slots[4:])} == {1}

@@ -49,7 +49,7 @@ def start(
 
 
 def wait_until(
-    run: ElasticRun, condition: Callable[[], bool], timeout_s: float = 90.0, what: Callable[[], Any] = lambda: ""
+    run: ElasticRun, condition: Callable[[], bool], timeout_s: float = 120.0, what: Callable[[], Any] = lambda: ""
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
