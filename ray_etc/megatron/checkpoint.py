@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
@@ -36,6 +37,7 @@ from ray_etc.planners.parallel import Coordinate, ParallelConfig, sources_of_str
 
 TRACKER = "latest_checkpointed_iteration.txt"
 REPLICATED, STREAMS = "ray_etc.replicated", "ray_etc.streams"
+NO_TENSORS = ("common_state", "rng_state", "rerun_state", "ray_etc.")
 
 # What Megatron's script passes to `sharded_state_dict` with --dist-ckpt-optim-fully-reshardable.
 METADATA = {
@@ -201,26 +203,49 @@ def _load_tensors(
             "--dist-ckpt-optim-fully-reshardable"
         )
     content = _sharded(chunks, optimizer, {**METADATA, **metadata}, is_loading=True)
+    # Data types by name; what is no tensor has none.
+    saved = {item.key: getattr(item, "dtype", None) for item in load_sharded_metadata(str(place)).values()}
     if any(shard.tensor.kind == "main_param" for shard in state.shards):
-        names = dist_checkpointing.load_tensors_metadata(str(place)).keys()
-        saved_as = next((p for p in MAIN_PARAMS if any(name.startswith(p) for name in names)), MAIN_PARAMS[0])
+        saved_as = next(
+            (prefix for prefix in MAIN_PARAMS if any(key.startswith(prefix) for key in saved)), MAIN_PARAMS[0]
+        )
         dict_list_map_inplace(lambda value: _main_params_as(saved_as, value), content["optimizer"])
     else:
         # An fp32 weight is its own main weight, which is saved once more with ZeRO-1 only.
         for part in _by_leaf(optimizer, content["optimizer"]):
             for tensors in part.get("param_state", {}).values():
                 tensors.pop("param", None)
+    _require_same(place, saved, content)
     # By itself, lest it be merged with the optimizer's settings of another rank in another configuration.
-    loaded, left_over, missing = dist_checkpointing.load({"tensors": content}, str(place), strict="return_all")
-    left_over = {key for key in left_over if not key.startswith((*MAIN_PARAMS, "rng_state", "rerun_state", "ray_etc."))}
-    for problem, keys in (("does not have", missing), ("has more than this model:", left_over)):
-        if keys:
-            raise ValueError(f"the checkpoint {place} {problem} {', '.join(sorted(keys)[:3])} ({len(keys)} in all)")
+    loaded = dist_checkpointing.load({"tensors": content}, str(place))
     for name, chunk in _named(chunks):
         unwrap_model(chunk).load_state_dict(loaded["tensors"][name], strict=False)
     parts = _by_leaf(optimizer, loaded["tensors"]["optimizer"])
     for leaf, part in zip(compat.leaf_optimizers(optimizer), parts, strict=True):
         compat.load_optimizer_tensors(leaf, part)
+
+
+def _require_same(place: Path, saved: Mapping[str, torch.dtype | None], content: dict[str, Any]) -> None:
+    """Raise ValueError, on every rank, where the checkpoint and all ranks together do not name the same tensors."""
+    asked: dict[str, torch.dtype | None] = {}
+    for value in nested_values(content):
+        values = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+        asked |= {value.key: getattr(value, "dtype", None) for value in values if isinstance(value, ShardedBase)}
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, asked)
+    asked = {key: dtype for of_rank in by_rank for key, dtype in of_rank.items()}
+    left_over = {key for key in saved.keys() - asked.keys() if not key.startswith((*MAIN_PARAMS, *NO_TENSORS))}
+    unlike = {key for key in saved.keys() & asked.keys() if saved[key] != asked[key]}
+    for problem, keys in (
+        ("has no", asked.keys() - saved.keys()),
+        ("is of another model: it has", left_over),
+        ("is of another data type:", {f"{key} ({saved[key]}, not {asked[key]})" for key in unlike}),
+    ):
+        if keys:
+            named = ", ".join(sorted(keys)[:3])
+            raise ValueError(
+                f"the checkpoint {place} {problem} {named}{f' and {len(keys) - 3} more' * (len(keys) > 3)}"
+            )
 
 
 def _by_leaf(optimizer: MegatronOptimizer, content: dict[Any, Any]) -> list[dict[Any, Any]]:
