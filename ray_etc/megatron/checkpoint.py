@@ -82,7 +82,7 @@ def save(
     }
     if "scheduler" in small["replicated"]:
         content["opt_param_scheduler"] = small["replicated"]["scheduler"]
-    place = Path(folder) / f"iter_{iteration:07d}"
+    place = Path(folder).absolute() / f"iter_{iteration:07d}"
     if rank == 0:
         place.mkdir(parents=True, exist_ok=True)
         # Megatron writes it last: what is there before is an older checkpoint, no longer whole from here on.

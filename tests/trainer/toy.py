@@ -163,7 +163,7 @@ def train(config: dict[str, Any]) -> str:
                 "sums": sums,
                 "free_nbytes": torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0,
             },
-            checkpoint=Checkpoint(f"checkpoint{step}") if step == config.get("checkpoint_at") else None,
+            checkpoint=Checkpoint.from_directory(f"checkpoint{step}") if step == config.get("checkpoint_at") else None,
         )
         time.sleep(config.get("step_s", 0.02))
         if gradient[1].item():
