@@ -48,4 +48,4 @@ class ResizeFailed(RuntimeError):  # noqa: N818 - says what happened, as Ray's o
 
 
 class StateLost(RuntimeError):  # noqa: N818
-    """Ranks died, and what is left is not the whole training state."""
+    """What is left is not the whole training state: ranks died, or a tight handover failed half-way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import ray
@@ -13,9 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_etc.actors.messages import Entered, Outcome
 from ray_etc.actors.rank import Rank
 from ray_etc.actors.session import Context
+from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.phases import Key
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class TrainJob:
     runtime_env: dict[str, Any]
     timeout_s: float
     start_timeout_s: float
+    slot_nbytes: int | None = None
+    """What all processes of a slot may have of its memory together; None for all of a GPU, or no limit on CPUs."""
 
 
 class Wait(Protocol):
@@ -48,34 +52,53 @@ class Generation:
     parallel: ParallelConfig
     slots: list[Slot]
     ranks: list[Any] = field(default_factory=list)
+    becoming: list[ray.ObjectRef] = field(default_factory=list)
     outcome_refs: list[ray.ObjectRef] = field(default_factory=list)
     entered: list[Entered] = field(default_factory=list)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     dead: dict[int, Exception] = field(default_factory=dict)
+    has_stepped: bool = False
+    """Whether every rank has done its first step, and so everything that is done only once."""
 
     @classmethod
-    def create(cls, number: int, parallel: ParallelConfig, slots: Sequence[Slot], job: TrainJob) -> Generation:
-        """Start one actor in each slot, with half of the slot's share, so that the next generation fits beside it."""
+    def create(
+        cls,
+        number: int,
+        parallel: ParallelConfig,
+        slots: Sequence[Slot],
+        job: TrainJob,
+        standbys: Mapping[int, Any],
+        about_step: int,
+    ) -> Generation:
+        """One process in each slot: its standby where there is one, else a new one. For `about_step` see `Context`."""
         generation = cls(number, parallel, list(slots))
-        for context in _contexts(number, parallel, slots, job.name):
+        for context in _contexts(number, parallel, slots, job.name, about_step):
             slot = slots[context.world_rank]
-            options: dict[str, Any] = {
-                "num_cpus": job.resources.get("CPU", 0.0) / 2,
-                "num_gpus": job.resources.get("GPU", 0.0) / 2,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=0),
-                "runtime_env": job.runtime_env or None,
-            }
-            generation.ranks.append(
-                cast(Any, Rank).options(**options).remote(context, _environment(slot, context, job))
-            )
+            rank = standbys.get(slot.slot_id) or start_process(slot, job)
+            generation.ranks.append(rank)
+            generation.becoming.append(rank.become.remote(context, _environment(slot, context, job)))
         return generation
 
-    def start_loops(self, store: tuple[str, int], job: TrainJob) -> None:
-        self.outcome_refs = [rank.train.remote(job.loop, job.config, store, job.start_timeout_s) for rank in self.ranks]
+    def start_loops(self, store: tuple[str, int], job: TrainJob, is_emptied: bool) -> None:
+        """Have every rank build its model, which is emptied for a tight handover or not."""
+        limit = (job.resources.get("GPU", 0.0), job.slot_nbytes)
+        self.outcome_refs = [
+            rank.train.remote(job.loop, job.config, store, job.start_timeout_s, limit, is_emptied)
+            for rank in self.ranks
+        ]
+
+    def share(self, shared: Sequence[SharedMemory]) -> None:
+        """Take in how the next generation can map the memory of each rank."""
+        self.entered = [replace(each, shared=memory) for each, memory in zip(self.entered, shared, strict=True)]
 
     def layouts(self) -> dict[int, RankLayout]:
         """What each slot holds, as its rank reported it."""
         return {slot.slot_id: entered.layout for slot, entered in zip(self.slots, self.entered, strict=True)}
+
+    @property
+    def derived(self) -> dict[Key, Key]:
+        """Of which tensor another is exactly the rounded value, on any rank."""
+        return {key: of for entered in self.entered for key, of in entered.derived.items()}
 
     @property
     def living_slot_ids(self) -> set[int]:
@@ -99,6 +122,17 @@ class Generation:
             ray.kill(rank, no_restart=True)
 
 
+def start_process(slot: Slot, job: TrainJob) -> Any:
+    """A process that may become a rank, with half of the slot's share, so that the next generation fits beside it."""
+    options: dict[str, Any] = {
+        "num_cpus": job.resources.get("CPU", 0.0) / 2,
+        "num_gpus": job.resources.get("GPU", 0.0) / 2,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=0),
+        "runtime_env": job.runtime_env or None,
+    }
+    return cast(Any, Rank).options(**options).remote()
+
+
 def _environment(slot: Slot, context: Context, job: TrainJob) -> dict[str, str]:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron's tensor parallelism relies on it
     if job.resources.get("GPU"):
@@ -110,12 +144,15 @@ def _environment(slot: Slot, context: Context, job: TrainJob) -> dict[str, str]:
     return environment
 
 
-def _contexts(number: int, parallel: ParallelConfig, slots: Sequence[Slot], name: str) -> list[Context]:
+def _contexts(
+    number: int, parallel: ParallelConfig, slots: Sequence[Slot], name: str, about_step: int
+) -> list[Context]:
     nodes = [slot.node_id for slot in slots]
     node_ranks: Mapping[str | None, int] = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
     sizes, seen = Counter(nodes), defaultdict[str | None, int](int)
     contexts = []
     for rank, (slot, node) in enumerate(zip(slots, nodes, strict=True)):
-        contexts.append(Context(name, number, parallel, rank, seen[node], sizes[node], node_ranks[node], slot.slot_id))
+        local = seen[node], sizes[node], node_ranks[node]
+        contexts.append(Context(name, number, parallel, rank, *local, slot.slot_id, about_step))
         seen[node] += 1
     return contexts

@@ -1,7 +1,8 @@
 """One resize, as the driver runs it: prepare in the shadow, plan, connect, pause, move, certify, commit.
 
-Nothing here changes the old generation before the commit: whatever fails until then, the new generation is dropped
-and the old one goes on with its next step. The same steps serve a death: then the survivors are frozen where they
+In the safe mode nothing here changes the old generation before the commit: whatever fails until then, the new
+generation is dropped and the old one goes on with its next step. Where memory is too short for that, the move is that
+of `tight.py`. The same steps serve a death: then the survivors are frozen where they
 are instead of pausing at an agreed step, and the new ranks map their memory.
 """
 
@@ -15,24 +16,30 @@ from ray_etc.actors import quiesce
 from ray_etc.actors.certificate import compare
 from ray_etc.actors.errors import ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob, Wait
+from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.messages import Boundary, why_ended
 from ray_etc.actors.record import ResizeRecord
+from ray_etc.actors.tight import TightMove
 from ray_etc.planners.errors import StateMissing
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import sources_of_streams
+from ray_etc.planners.phases import PhasedPlan
 from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.words import size
 
 
-def start_generation(generation: Generation, job: TrainJob, wait: Wait) -> None:
-    """Bring every rank of a new generation to where its train loop stands before its first step.
+def start_generation(generation: Generation, job: TrainJob, wait: Wait, is_emptied: bool = False) -> None:
+    """Bring every rank of a new generation to where its train loop stands before its first step, its memory emptied
+    for a tight handover or not.
 
     Raises:
         ResizeFailed: a rank's train loop ended before that; the message ends with the user's own error.
     """
     timeout_s = job.start_timeout_s
-    [store] = wait([generation.ranks[0].open_store.remote(timeout_s)], timeout_s, "rank 0 to start")
-    generation.start_loops(store, job)
-    entering = [rank.wait_entered.remote(timeout_s) for rank in generation.ranks]
+    wait(generation.becoming, timeout_s, f"the processes of generation {generation.number} to start")
+    [store] = wait([generation.ranks[0].open_store.remote(timeout_s)], timeout_s, "rank 0 to open a store")
+    generation.start_loops(store, job, is_emptied)
+    entering = [rank.wait_entered.remote(timeout_s, is_emptied) for rank in generation.ranks]
     entered = wait(entering, timeout_s, f"generation {generation.number} to build its model")
     if None in entered:
         rank = entered.index(None)
@@ -53,7 +60,11 @@ class Handover:
         job: TrainJob,
         wait: Wait,
         record: ResizeRecord,
+        headroom: Headroom | None = None,
     ) -> None:
+        self._headroom = headroom
+        self._tight: TightMove | None = None
+        self._releases_early = self._has_released = False
         self._old, self._new, self._job, self._wait, self._record = old, new, job, wait, record
         self._usable = usable
         self._timeout_s = job.timeout_s
@@ -61,7 +72,11 @@ class Handover:
         self._members: list[Any] = []
 
     def carry_out(self) -> None:
-        """Everything up to and with the commit. On any exception call `abort`."""
+        """Everything up to and with the commit. On any exception call `abort`.
+
+        Raises:
+            StateLost: the old generation has lost ranks, or released its state, and the new one did not come to begin.
+        """
         if self._old.dead:
             with self._record.phase("quiesce"):
                 boundaries = quiesce.freeze(self._old, self._wait, self._timeout_s)
@@ -72,12 +87,30 @@ class Handover:
                 boundaries = quiesce.pause(self._old, self._wait, self._timeout_s)
         self._record.next_step = next(iter(boundaries.values())).next_step
         self._record.paused_at = max(boundary.ended_at for boundary in boundaries.values())
-        self._move_and_certify(plan)
-        self._load_and_commit(boundaries)
+        if self._tight is not None:
+            self._tight.carry_out()
+        else:
+            self._move_and_certify(plan)
+        try:
+            self._load_and_commit(boundaries)
+        except Exception as error:
+            if self._is_past_return:
+                raise StateLost(
+                    f"the new generation has the whole state but did not begin: {type(error).__name__}: {error}; the "
+                    "old one has released it: start again from a checkpoint"
+                ) from error
+            raise
+
+    @property
+    def _is_past_return(self) -> bool:
+        """Whether the old generation has released any of its state, and so cannot go on."""
+        return self._has_released or (self._tight is not None and self._tight.is_past_return)
 
     def abort(self) -> None:
-        """Drop the new generation; the old one goes on with the step after the one it paused at."""
+        """Drop the new generation; the old one goes on with the step after the one it paused at, if it still can."""
         self._new.kill()
+        if self._is_past_return:
+            return
         for rank in self._old.survivors():
             self._old.ranks[rank].end_migration.remote(self._group, True)
             if not self._old.dead:  # without its peers a rank could not finish another step
@@ -86,10 +119,43 @@ class Handover:
     def _prepare_move(self, sources: list[int]) -> MigrationPlan:
         with self._record.phase("plan"):
             plan = self._plan(sources)
+            phased = self._choose_mode(plan)
         with self._record.phase("connect"):
             self._connect(plan)
-            self._hand_out(plan, sources)
+            if phased is None:
+                self._hand_out(plan, sources)
+            else:
+                warming = [member.warm_up.remote() for member in self._members]
+                self._wait(warming, self._job.start_timeout_s, "kernels to be compiled")
+                self._tight = TightMove(
+                    *(plan, phased, self._old, self._new, self._members, self._group),
+                    *(self._wait, self._timeout_s, self._record),
+                )
         return plan
+
+    def _choose_mode(self, plan: MigrationPlan) -> PhasedPlan | None:
+        """The plan in phases where the old state must go before the new one is there.
+
+        Raises:
+            DoesNotFit: the new ranks hold other than was expected when they started.
+        """
+        if self._headroom is None:
+            return None
+        allocations = {s.slot_id: each.allocations for s, each in zip(self._new.slots, self._new.entered, strict=True)}
+        choice = self._headroom.choose(plan, allocations)
+        was_expected_tight, self._record.memory_mode = self._record.memory_mode == "tight", choice.mode
+        self._record.nbytes_peak_predicted, self._releases_early = choice.nbytes_peak, choice.releases_early
+        if choice.phased is not None:
+            self._record.nbytes_wire, self._record.nbytes_local = choice.phased.nbytes_wire, choice.phased.nbytes_local
+        if choice.phased is not None and not was_expected_tight:
+            raise ResizeFailed(
+                f"the new ranks hold more than was expected, {size(choice.nbytes_peak)} at most: too much beside the "
+                "whole old state, so the resize has to begin again"
+            )
+        if choice.phased is None and was_expected_tight:
+            filled = self._wait([r.fill.remote() for r in self._new.ranks], self._timeout_s, "memory for the state")
+            self._new.share(filled)
+        return choice.phased
 
     def _plan(self, sources: list[int]) -> MigrationPlan:
         held = self._old.layouts()
@@ -110,6 +176,14 @@ class Handover:
         self._record.nbytes_wire, self._record.nbytes_local = plan.nbytes_wire, plan.nbytes_local
         self._record.nbytes_lower_bound = plan.nbytes_lower_bound
         return plan
+
+    def _release_old(self) -> None:
+        """Make room for the first step of the new generation, which has everything."""
+        ending = [member.end_migration.remote(self._group, False) for member in self._members]
+        self._wait(ending, self._timeout_s, "the new generation to let go of the old one's memory")
+        self._has_released = True
+        releasing = [rank.release.remote() for rank in self._old.ranks]
+        self._wait(releasing, self._timeout_s, "the old generation to release its memory")
 
     def _connect(self, plan: MigrationPlan) -> None:
         """One process a slot: the new rank where there is one, the old one in a slot that is leaving."""
@@ -161,6 +235,8 @@ class Handover:
                 loading.append(member.load.remote(next_step, replicated, streams, self._timeout_s))
             self._wait(loading, self._timeout_s, "the small state to be loaded")
             self._record.certified = True
+            if self._releases_early and self._tight is None:
+                self._release_old()
             beginning = [member.begin.remote(next_step) for member in self._new.ranks]
             self._wait(beginning, self._timeout_s, "the new generation to begin")
         for member in self._members:

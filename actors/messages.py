@@ -9,6 +9,7 @@ from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.small_state import SmallState
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate
+from ray_etc.planners.phases import Allocations, Key
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,28 @@ def why_ended(outcome: Outcome) -> str:
 
 @dataclass(frozen=True)
 class Entered:
-    """A rank that has built its model: what it holds, and how another process in its slot can map it."""
+    """A rank that has built its model: what it holds, and how another process in its slot can map it.
+
+    `shared` is None while its memory is emptied for a tight handover. `derived` is that of its `TrainState`.
+    """
 
     layout: RankLayout
-    shared: SharedMemory
+    shared: SharedMemory | None
+    allocations: Allocations
+    derived: dict[Key, Key] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The memory of a rank's GPU in bytes, and what this process has of it: `reserved` by torch, in all.
+
+    `total` and `free` are None on CPUs, where `reserved` is that of the state and its `scratch` memory.
+    """
+
+    total: int | None
+    free: int | None
+    reserved: int
+    scratch: int
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
 """A rank: one training process, as a Ray actor in one slot, of one generation.
 
+Until it is told which by `become`, the process is nobody's; a standby waits so, with everything imported.
+
 `train` runs the user's loop in a thread of its own; everything else is a control call and answers while it runs.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,14 +24,20 @@ import torch.distributed as dist
 
 from ray_etc.actors import sharing
 from ray_etc.actors.errors import ResizeFailed
-from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced
+from ray_etc.actors.imports import import_all, import_all_in_background
+from ray_etc.actors.managed import ManagedMemory
+from ray_etc.actors.memory import StateMemory, limit_training
+from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced, Usage
 from ray_etc.actors.mover import Mover, MoveReport
+from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old, warm_up
 from ray_etc.actors.session import Context, GenerationReplaced, open_session
 from ray_etc.actors.state import TrainState
 from ray_etc.actors.transports import close_group, get_group, open_group
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.plan import RankPlan
+
+logger = logging.getLogger(__name__)
 
 LEAVE_GROUP_S = 15.0
 """How long what works for a group may take to notice that the group is closed; an abort waits 5 s, then 5 s more."""
@@ -36,20 +47,45 @@ LEAVE_GROUP_S = 15.0
 class Rank:
     """See the module's docstring. Methods stand in about the order in which a generation's life calls them."""
 
-    def __init__(self, context: Context, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
+        self._is_taken = threading.Event()
+        self._store: dist.TCPStore | None = None
+        self._managed: ManagedMemory | None = None
+        self._memory: StateMemory | None = None
+        self._mapped: list[torch.Tensor] = []
+        self._mover: Mover | None = None
+        self._working = threading.Lock()
+        self._ended: set[str] = set()
+
+    # Before it is a rank ---------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="train")
+    def warm(self, modules: list[str], in_background: bool) -> int:
+        """Import them, in this order, and answer with the process id. Makes no CUDA context by itself."""
+        import_all_in_background(modules) if in_background else import_all(modules)
+        if torch.cuda.is_initialized():
+            logger.warning("some import of the train loop makes a CUDA context: this standby takes GPU memory")
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def wait_taken(self) -> None:
+        """Until this process has become a rank: a call that is open all the time tells of its death at once."""
+        self._is_taken.wait()
+
+    @ray.method(concurrency_group="control")
+    def become(self, context: Context, environment: dict[str, str]) -> None:
+        """From now on this process is the rank of `context`."""
+        self._is_taken.set()
         os.environ.update(environment)
         if ray.util.get_node_ip_address().startswith("127."):
             for library in ("GLOO", "NCCL"):  # neither looks at loopback by itself
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         self._session = open_session(context)
         self._context = context
-        self._store: dist.TCPStore | None = None
-        self._mapped: list[torch.Tensor] = []
-        self._mover: Mover | None = None
-        self._working = threading.Lock()
-        self._ended: set[str] = set()
         # Of its own: the default stream of a rank that is stuck in a collective never gets to anything again.
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    # A generation's life ---------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -60,11 +96,27 @@ class Rank:
 
     @ray.method(concurrency_group="train")
     def train(
-        self, loop: Callable[..., Any], config: dict[str, Any] | None, store: tuple[str, int], timeout_s: float
+        self,
+        loop: Callable[..., Any],
+        config: dict[str, Any] | None,
+        store: tuple[str, int],
+        timeout_s: float,
+        limit: tuple[float, int | None],
+        is_emptied: bool,
     ) -> Outcome:
-        """Join the generation's process group and run the user's loop to its end."""
+        """Join the generation's process group and run the user's loop to its end.
+
+        `limit` is its share of a GPU, and what all processes of a slot may have of its memory. Where the state is
+        emptied once it is built, it is built in managed memory.
+        """
         try:
             self._join_world(store, timeout_s)
+            if torch.cuda.is_available() and is_emptied:
+                self._managed = ManagedMemory()
+                self._session.on_enter = partial(self._end_build, limit)
+                self._managed.begin()
+            elif torch.cuda.is_available():
+                limit_training(*limit)
             value = loop(config) if config is not None else loop()
             if self._session.state is None:
                 raise RuntimeError(
@@ -79,12 +131,19 @@ class Rank:
             self._session.end()
 
     @ray.method(concurrency_group="control")
-    def wait_entered(self, timeout_s: float) -> Entered | None:
-        """Until the loop stands before its first step; None where it ended instead."""
+    def wait_entered(self, timeout_s: float, is_emptied: bool = False) -> Entered | None:
+        """Until the loop stands before its first step; None where it ended instead. Then its memory is shared, or
+        emptied for a tight handover."""
         if not self._session.wait_entered(timeout_s):
             return None
         state = self._state()
-        return Entered(state.layout(), sharing.share(state.views()))
+        self._memory = StateMemory(state.views(), state.scratch)
+        if is_emptied:
+            self._memory.empty()
+            if self._managed is not None:
+                self._managed.drop()
+        shared = None if is_emptied else self._memory.share()
+        return Entered(state.layout(), shared, self._memory.allocations, state.derived)
 
     @ray.method(concurrency_group="control")
     def begin(self, first_step: int) -> None:
@@ -97,6 +156,11 @@ class Rank:
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:
         return self._session.progress()
+
+    @ray.method(concurrency_group="control")
+    def modules(self) -> list[str]:
+        """What this process has imported, in the order in which that began."""
+        return list(sys.modules)
 
     @ray.method(concurrency_group="control")
     def check_parallel(self, parallel: ParallelConfig) -> str | None:
@@ -182,11 +246,69 @@ class Rank:
 
     @ray.method(concurrency_group="control")
     def resume(self) -> None:
+        if self._memory is not None:
+            self._memory.make_scratch()
         self._session.resume()
 
     @ray.method(concurrency_group="control")
     def replace(self) -> None:
         self._session.replace()
+
+    # Where memory is short ------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def usage(self, trims: bool, timeout_s: float) -> Usage:
+        """How much memory there is, after giving back what no step needs where `trims`."""
+        if trims and torch.cuda.is_available():
+            self._session.trim(timeout_s)
+        return self._held_memory().usage()
+
+    @ray.method(concurrency_group="control")
+    def fill(self) -> sharing.SharedMemory:
+        """Make all emptied memory again, scratch too, and share it."""
+        self._held_memory().fill()
+        return self._held_memory().share()
+
+    @ray.method(concurrency_group="control")
+    def warm_up(self) -> None:
+        """See `phased.warm_up`."""
+        with torch.cuda.stream(self._stream):
+            warm_up(self._held_memory().device)
+
+    @ray.method(concurrency_group="control")
+    def check_derived(self) -> None:
+        """See `phased.check_derived`."""
+        state = self._state()
+        check_derived(state.layout(), state.views(), state.derived)
+
+    @ray.method(concurrency_group="control")
+    def move_phase(
+        self, group: str, part: RankPhase, shared: sharing.SharedMemory | None, is_new: bool, timeout_s: float
+    ) -> PhaseReport:
+        state, memory, tell = self._state(), self._held_memory(), self._session.on_move_event
+        with self._at_work_for(group), torch.cuda.stream(self._stream):
+            transport = get_group(group)
+            if is_new:
+                return move_as_new(part, memory, state.layout(), state.views(), shared, transport, timeout_s, tell)
+            return move_as_old(part, memory, state.views(), transport, timeout_s, tell)
+
+    @ray.method(concurrency_group="control")
+    def release(self, numbers: Sequence[int] | None = None) -> int:
+        """Give allocations of the state back for good, or all, and the scratch memory; what was held until then."""
+        memory = self._held_memory()
+        held = memory.nbytes_allocated()
+        memory.empty_scratch()
+        memory.release(range(len(memory.allocations.nbytes)) if numbers is None else numbers)
+        return held
+
+    def _end_build(self, limit: tuple[float, int | None]) -> None:
+        assert self._managed is not None
+        self._managed.end()
+        limit_training(*limit)  # managed memory would count
+
+    def _held_memory(self) -> StateMemory:
+        assert self._memory is not None, "the train loop has not entered ray_etc.steps()"
+        return self._memory
 
     @contextmanager
     def _at_work_for(self, group: str) -> Iterator[None]:

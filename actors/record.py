@@ -19,6 +19,11 @@ class ResizeRecord:
     Times are in seconds, moments in Unix time. `pause_s` runs from the end of the last step of the old generation
     to the start of the first step of the new one; `phases` holds how long each part took. `error` says why a resize
     was given up; training then went on in the old generation, or a recovery was tried again.
+
+    `memory_mode` is "safe" where the old state stays whole until the commit, else "tight": it is released phase by
+    phase, and after the first release the old generation cannot go on. `nbytes_peak_predicted` is the most that the
+    plan expects any slot to hold of old state, new state and staging; `nbytes_peak` what its two processes had
+    allocated at the worst moment, known of a tight resize only.
     """
 
     generation: int
@@ -30,6 +35,9 @@ class ResizeRecord:
     nbytes_wire: int = 0
     nbytes_local: int = 0
     nbytes_lower_bound: int = 0
+    memory_mode: str = "safe"
+    nbytes_peak_predicted: int = 0
+    nbytes_peak: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
     paused_at: float | None = None
     pause_s: float | None = None
@@ -61,6 +69,9 @@ class ResizeRecord:
             "nbytes_wire": self.nbytes_wire,
             "nbytes_local": self.nbytes_local,
             "nbytes_lower_bound": self.nbytes_lower_bound,
+            "memory_mode": self.memory_mode,
+            "nbytes_peak_predicted": self.nbytes_peak_predicted,
+            "nbytes_peak": self.nbytes_peak,
             "pause_s": self.pause_s,
             "phases": dict(self.phases),
             "certified": self.certified,

@@ -42,6 +42,8 @@ class Context:
     local_world_size: int
     node_rank: int
     slot_id: int
+    about_step: int = 0
+    """Where the run stood when this generation was decided on; it will begin a little later."""
 
     @property
     def coordinate(self) -> Coordinate:
@@ -100,6 +102,8 @@ class Session:
         self.on_move_event: Callable[[str], None] = lambda event: None
         """Told of each stage of a resize that this rank takes part in: "connect" and "prepare" where that begins, then
         those of `Mover.run`. Tests script faults with it."""
+        self.on_enter: Callable[[], None] = lambda: None
+        """Called on the train thread once the model is built."""
         self._changed = threading.Condition()
         self._load: Load | None = None
         self._first_step: int | None = None
@@ -109,7 +113,7 @@ class Session:
         self._is_frozen = False
         self._is_over = False
         self._is_updating = False
-        self._gives_back = False
+        self._trims_left = 0
         self._marks: deque[Mark] = deque(maxlen=3)
         self._update_began: torch.cuda.Event | None = None
         self._reports: list[Report] = []
@@ -161,6 +165,7 @@ class Session:
             )
         if self.state is not None:
             raise RuntimeError("ray_etc.steps() was entered twice; a train loop has one")
+        self.on_enter()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what the model was built with, before another stream writes over it
         for optimizer in state.optimizers:
@@ -200,11 +205,8 @@ class Session:
 
     def _boundary(self, step: int) -> None:
         self._record_boundary(step + 1)
-        if self._gives_back:
-            self._gives_back = False
-            gc.collect()  # the traceback of what failed may hold buffers
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        if self._trims_left:
+            self._trim()
         if self._last_step is None or step < self._last_step:
             return
         if torch.cuda.is_available():
@@ -217,6 +219,16 @@ class Session:
             self._changed.wait_for(lambda: self._is_replaced or not self._is_paused)
             if self._is_replaced:
                 raise GenerationReplaced
+
+    def _trim(self) -> None:
+        """At the first boundary give cached memory back; at the next, what a step needs has been taken again."""
+        if self._trims_left == 2:
+            gc.collect()  # the traceback of what failed may hold buffers
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        with self._changed:
+            self._trims_left -= 1
+            self._changed.notify_all()
 
     # Control threads -------------------------------------------------------------------------------------------------
 
@@ -244,6 +256,12 @@ class Session:
     def next_step(self) -> int:
         with self._changed:
             return self._marks[-1].boundary.next_step if self._marks else 0
+
+    def trim(self, timeout_s: float) -> None:
+        """Have the train loop give back what torch's allocator keeps beyond the needs of a step; waits for that."""
+        self.give_memory_back()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._trims_left or self._is_over, timeout_s)
 
     def progress(self) -> Progress:
         """How the first step went; hands out each report once."""
@@ -284,7 +302,7 @@ class Session:
 
     def give_memory_back(self) -> None:
         """Have the train thread return cached GPU memory after its step: that waits for the GPU, so no other may."""
-        self._gives_back = True
+        self._trims_left = 2
 
     def replace(self) -> None:
         """The next generation has everything: leave the train loop."""
@@ -337,6 +355,11 @@ def open_session(context: Context) -> Session:
 def is_first_generation() -> bool:
     """Whether this process makes the training state anew, instead of taking over another generation's."""
     return _session is None or _session.context.generation == 0
+
+
+def about_step() -> int:
+    """Near which step this generation will begin, for what can be made ready beforehand."""
+    return _session.context.about_step if _session is not None else 0
 
 
 def current_session() -> Session:

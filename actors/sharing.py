@@ -11,6 +11,7 @@ when its owner is killed, and memory that was not yet mapped then is lost.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_OFFSET = ctypes.c_longlong
+_PUNCH_HOLE = 0x01 | 0x02
+"""FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of Linux: the file keeps its size and loses its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,24 @@ class SharedMemory:
     views: tuple[ViewLayout, ...]
 
 
+def storages_of(views: Sequence[torch.Tensor]) -> tuple[list[torch.UntypedStorage], tuple[ViewLayout, ...]]:
+    """The storages behind the views, each once, and where every view lies in them."""
+    numbers: dict[int, int] = {}
+    storages: list[torch.UntypedStorage] = []
+    layouts: list[ViewLayout] = []
+    for view in views:
+        storage = view.untyped_storage()
+        if storage._cdata not in numbers:
+            numbers[storage._cdata] = len(storages)
+            storages.append(storage)
+        layouts.append(
+            ViewLayout(
+                numbers[storage._cdata], int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), view.dtype
+            )
+        )
+    return storages, tuple(layouts)
+
+
 def share(views: Sequence[torch.Tensor]) -> SharedMemory:
     """Make the memory of `views` available to another process, for as long as this process keeps it.
 
@@ -66,38 +90,42 @@ def share(views: Sequence[torch.Tensor]) -> SharedMemory:
     follows: the model's, the optimizer's, and views of views. What does not follow is a raw pointer taken before:
     a numpy array, or a kernel that is running. On GPUs nothing moves; the owner synchronizes before anyone reads.
     """
-    numbers: dict[int, int] = {}
-    handles: list[HostHandle | CudaHandle] = []
-    layouts: list[ViewLayout] = []
-    for view in views:
-        storage = view.untyped_storage()
-        if storage._cdata not in numbers:
-            numbers[storage._cdata] = len(handles)
-            handles.append(_share_storage(storage))
-        layouts.append(
-            ViewLayout(
-                numbers[storage._cdata], int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), view.dtype
-            )
-        )
-    return SharedMemory(tuple(handles), tuple(layouts))
+    storages, layouts = storages_of(views)
+    return SharedMemory(tuple(map(share_storage, storages)), layouts)
 
 
-def open(shared: SharedMemory) -> list[torch.Tensor]:
-    """The views, over the owner's memory. It is unmapped when the last of them is dropped.
+def open(shared: SharedMemory, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """The views, or those at `positions`, over the owner's memory. It is unmapped when the last of them is dropped.
 
     Raises:
         FileNotFoundError: the owner is gone, or this process cannot see it.
     """
-    storages = [_open_storage(handle) for handle in shared.storages]
+    views, needed = shared.views, dict.fromkeys(range(len(shared.storages)))
+    if positions is not None:
+        views = tuple(shared.views[position] for position in positions)
+        needed = dict.fromkeys(view.storage for view in views)
+    storages = {number: _open_storage(shared.storages[number]) for number in needed}
     return [
         torch.empty(0, dtype=view.dtype, device=storages[view.storage].device).set_(
             storages[view.storage], view.offset, view.shape, view.strides
         )
-        for view in shared.views
+        for view in views
     ]
 
 
-def _share_storage(storage: torch.UntypedStorage) -> HostHandle | CudaHandle:
+def release(storage: torch.UntypedStorage, handle: HostHandle | CudaHandle) -> None:
+    """Give the memory of a shared storage back, for good; what it held is gone. Nobody may have it mapped any more.
+
+    On GPUs the storage is empty then, and torch's allocator has its memory. On CPUs its bytes read as zeros.
+    """
+    if isinstance(handle, CudaHandle):
+        storage.resize_(0)
+    elif handle.nbytes and _LIBC.fallocate(handle.descriptor, _PUNCH_HOLE, _OFFSET(0), _OFFSET(handle.nbytes)):
+        raise OSError(ctypes.get_errno(), f"cannot release {handle.nbytes} bytes of shared memory")
+
+
+def share_storage(storage: torch.UntypedStorage) -> HostHandle | CudaHandle:
+    """A handle on one storage. On GPUs only once: torch keeps what it shared until each sharing was opened and shut."""
     if storage.device.type == "cuda":
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         # Sharing records an event on the current stream, which the reader waits for. The default stream of a process

@@ -11,6 +11,7 @@ import torch
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
+from ray_etc.planners.phases import Key
 
 
 class Stateful(Protocol):
@@ -58,6 +59,10 @@ class TrainState:
         shards: the tensors, each a box of a logical tensor with the memory that holds it.
         replicated: small state that is equal on every rank, by name.
         streams: small state that belongs to a coordinate of the mesh, by name.
+        scratch: memory that no step needs from the one before, such as gradient buffers: where memory is short, a
+            resize frees it, and gives it back as zeros.
+        derived: by (kind, name), tensors that are exactly another of the same shape, rounded to their dtype between any
+            two steps: bf16 weights and their fp32 main weights.
         optimizers: torch optimizers; their `step` marks when the tensors are half way between two steps.
         check_parallel: raises ValueError, with the numbers and the remedy, for a configuration that this state
             cannot live under; called before anything starts.
@@ -69,6 +74,8 @@ class TrainState:
         *,
         replicated: Mapping[str, Stateful] | None = None,
         streams: Mapping[str, Streams] | None = None,
+        scratch: Sequence[torch.Tensor] = (),
+        derived: Mapping[Key, Key] | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         check_parallel: Callable[[ParallelConfig], None] | None = None,
     ) -> None:
@@ -77,6 +84,8 @@ class TrainState:
         self.shards = list(shards)
         self.replicated = dict(replicated or {})
         self.streams = dict(streams or {})
+        self.scratch = list(scratch)
+        self.derived = dict(derived or {})
         self.optimizers = list(optimizers)
         self.check_parallel = check_parallel or (lambda parallel: None)
         self.next_step = 0

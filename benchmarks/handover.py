@@ -25,6 +25,7 @@ from benchmarks.handover_baselines import measure_baselines
 from benchmarks.handover_driver import Case, measure_rates, run_case
 from benchmarks.handover_ranks import MIB
 from benchmarks.handover_slow import slow_network
+from benchmarks.handover_tight import headroom_case, run_tight, tight_cases
 from benchmarks.provenance import provenance
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.zoo import ZOO, ModelShape
@@ -99,6 +100,10 @@ def main() -> int:
     for case in cases(model, half):
         if arguments.only in case.name:
             done.append(run_case(case, rates, arguments.cpu, *sizes))
+            keep("cases", done)
+    for case in [*tight_cases(model), headroom_case(model, arguments.cpu)]:
+        if arguments.only in case.name:
+            done.append(run_tight(case, arguments.cpu, sizes[0], fills=case.name.startswith("headroom")))
             keep("cases", done)
     if arguments.slow_layers:
         shallow = TINY if arguments.cpu else ModelShape(arguments.slow_layers, 512, 1408, 8, 8, 4096, kv_channels=64)

@@ -58,12 +58,12 @@ class Rank:
             self._buffers.append(buffer)
             start = 0
             for position, size in zip(positions, sizes, strict=True):
-                views[position] = _typed(buffer[start : start + layout[position].nbytes], layout[position])
+                views[position] = typed(buffer[start : start + layout[position].nbytes], layout[position])
                 start += size
         self._views = views
         if is_filled:
             for view, shard in zip(views, layout, strict=True):
-                for part, expected in _with_truth(view, shard):
+                for part, expected in with_truth(view, shard):
                     part.copy_(expected)
         else:
             self.spoil()
@@ -78,7 +78,7 @@ class Rank:
         return all(
             torch.equal(part, expected)
             for view, shard in zip(self._views, self._layout, strict=True)
-            for part, expected in _with_truth(view, shard)
+            for part, expected in with_truth(view, shard)
         )
 
     def spoil(self) -> None:
@@ -250,11 +250,11 @@ class Trainer:
             self.steps.append((end, end - start))
 
 
-def _typed(octets: torch.Tensor, shard: Shard) -> torch.Tensor:
+def typed(octets: torch.Tensor, shard: Shard) -> torch.Tensor:
     return octets.view(getattr(torch, shard.tensor.dtype)).view(shard.box.lengths)
 
 
-def _with_truth(view: torch.Tensor, shard: Shard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def with_truth(view: torch.Tensor, shard: Shard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Parts of a view as integers, each with the bytes that belong there: products of a row's and a column's number."""
     integers = as_integers(view)
     if not integers.numel():

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ray_etc.planners.boxes import Box
+from ray_etc.planners.words import size
 
 NAMED_AT_MOST = 5
 
@@ -58,6 +59,27 @@ class StateMissing(ValueError):  # noqa: N818  (says what is wrong, the way Ray 
         if len(self.missing) > NAMED_AT_MOST:
             lines.append(f"  and {len(self.missing) - NAMED_AT_MOST} more parts")
         return "\n".join(lines)
+
+
+class DoesNotFit(ValueError):  # noqa: N818
+    """A resize needs more memory in a slot than there is, in either mode. All numbers are bytes.
+
+    `safe` and `tight` are what old state, new state and staging need together in slot `slot`, `safe_room` and
+    `tight_room` what there is for them.
+    """
+
+    def __init__(self, slot: int, node: str, safe: int, safe_room: int, tight: int, tight_room: int) -> None:
+        super().__init__(slot, node, safe, safe_room, tight, tight_room)
+        self.slot, self.node = slot, node
+        self.safe, self.safe_room, self.tight, self.tight_room = safe, safe_room, tight, tight_room
+
+    def __str__(self) -> str:
+        return (
+            f"slot {self.slot} on {self.node} has no room for the resize: keeping the old state needs "
+            f"{size(self.safe)} of {size(max(self.safe_room, 0))} there are, releasing it phase by phase "
+            f"{size(self.tight)} of {size(max(self.tight_room, 0))}, {size(self.tight - self.tight_room)} too much; "
+            "spread the state over more slots, or let training use less of each"
+        )
 
 
 class PlanError(ValueError):

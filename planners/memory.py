@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ray_etc.planners.errors import DoesNotFit
+
 if TYPE_CHECKING:
     from ray_etc.planners.plan import MigrationPlan
 
 TIGHT_ORDER = ("exp_avg", "exp_avg_sq", "main_param")
 """Kinds of state in the order in which the tight mode moves and releases them; all others come after."""
 
+SLACK = 0.08
+"""In the tight mode a rank holds at most this share more than the larger of its old and its new state, and staging."""
+
 STAGING_BUFFERS = 3
 """Staging buffers each way: one being packed or unpacked, one on the wire, one to spare. Rounds take them in
 turn, and each is as large as the largest of its rounds."""
+
+ALIGNMENT = 16
+"""Each packed slice starts at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +34,8 @@ class Memory:
         before, after: the state it holds in the end of the old generation, and in the beginning of the new one.
         staging: the buffers of the handover.
         safe: the peak where the old state stays whole until the commit, so that a failed move rolls back.
-        tight: the peak where one kind of state is moved at a time, and released before the next is made.
+        tight: at most the peak where a few tensors at a time are moved, and released before the next are made, if
+            memory lies as Megatron lays it; `phases.cut_in_phases` knows it from the ranks' own allocations.
     """
 
     before: np.ndarray
@@ -48,21 +57,70 @@ def memory_of(plan: MigrationPlan) -> Memory:
     rank_count = len(plan.slots)
     staging = np.zeros(rank_count, dtype=np.int64)
     wire = np.flatnonzero(plan.moves.round >= 0)
+    packed = _packed_nbytes(plan, wire)
     for end in plan.ends:
         cell, where = np.unique(end[wire] * max(plan.round_count, 1) + plan.moves.round[wire], return_inverse=True)
         total = np.zeros(len(cell), dtype=np.int64)
-        np.add.at(total, where, plan.move_nbytes[wire])
+        np.add.at(total, where, packed)
         rank, index = np.divmod(cell, max(plan.round_count, 1))
         largest = np.zeros((rank_count, STAGING_BUFFERS), dtype=np.int64)
         np.maximum.at(largest, (rank, index % STAGING_BUFFERS), total)
         staging += largest.sum(axis=1)
+    before, after = (
+        sum(table.nbytes_by_kind().values(), start=np.zeros(rank_count, np.int64))
+        for table in (plan.source, plan.target)
+    )
+    safe = before + after
+    return Memory(before, after, staging, safe + staging, np.minimum(safe, _tight(plan, before, after)) + staging)
+
+
+def _packed_nbytes(plan: MigrationPlan, rows: np.ndarray) -> np.ndarray:
+    """What the slices of each of these rows of the moves take of a staging buffer: int64."""
+    numel, bundle = plan.moves.lengths[rows].prod(axis=1), plan.moves.bundle[rows]
+    total = np.zeros(len(rows), dtype=np.int64)
+    for itemsize in {tensor.itemsize for bundle in plan.bundles for tensor in bundle.tensors}:
+        tensors = np.array([sum(t.itemsize == itemsize for t in b.tensors) for b in plan.bundles], dtype=np.int64)
+        total += tensors[bundle] * (-(-numel * itemsize // ALIGNMENT) * ALIGNMENT)
+    return total
+
+
+def _tight(plan: MigrationPlan, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """What `phases.cut_in_phases` will need at most, where each tensor but weights is an allocation of its own.
+
+    Weights are one allocation, which is left out while the others move where main weights can make it anew.
+    """
     held, wanted = plan.source.nbytes_by_kind(), plan.target.nbytes_by_kind()
-    nothing = np.zeros(rank_count, dtype=np.int64)
-    before, after = (sum(kinds.values(), start=nothing) for kinds in (held, wanted))
-    left, made, tight = before.copy(), nothing.copy(), nothing.copy()
-    kinds = held.keys() | wanted.keys()
-    for kind in sorted(kinds, key=lambda k: (TIGHT_ORDER.index(k) if k in TIGHT_ORDER else len(TIGHT_ORDER), k)):
-        made = made + wanted.get(kind, nothing)
-        tight = np.maximum(tight, left + made)
-        left = left - held.get(kind, nothing)
-    return Memory(before, after, staging, before + after + staging, tight + staging)
+    first, last = plan.source.largest_by_kind(), plan.target.largest_by_kind()
+    nothing = np.zeros_like(before)
+    is_cast = "main_param" in held.keys() & wanted.keys()
+    peak, left = np.maximum(before, after), before - (held.get("param", nothing) if is_cast else nothing)
+    for kind in sorted(held.keys() | wanted.keys(), key=_turn):
+        old, new = held.get(kind, nothing), wanted.get(kind, nothing)
+        if kind == "param":
+            peak = np.maximum(peak, left + new)
+            left = left + new if is_cast else left + new - old
+            continue
+        peak = np.maximum(peak, left + last.get(kind, nothing))
+        left = left + new - old
+        peak = np.maximum(peak, left + first.get(kind, nothing))
+    return np.maximum(peak, ((1 + SLACK) * np.maximum(before, after)).astype(np.int64))
+
+
+def _turn(kind: str) -> tuple[int, str]:
+    return (TIGHT_ORDER.index(kind) if kind in TIGHT_ORDER else len(TIGHT_ORDER), kind)
+
+
+def choose_mode(
+    plan: MigrationPlan, safe: np.ndarray, tight: np.ndarray, safe_room: np.ndarray, tight_room: np.ndarray
+) -> str:
+    """ "safe" where every rank's need fits into its room (bytes, int64 [ranks] each), else "tight".
+
+    Raises DoesNotFit, of the rank that lacks most, where neither fits.
+    """
+    if (safe <= safe_room).all():
+        return "safe"
+    rank = int((tight - tight_room).argmax())
+    if tight[rank] <= tight_room[rank]:
+        return "tight"
+    numbers = (int(each[rank]) for each in (safe, safe_room, tight, tight_room))
+    raise DoesNotFit(plan.slots[rank], plan.nodes[rank], *numbers)

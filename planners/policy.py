@@ -46,6 +46,8 @@ class Situation:
         usable: slots that a new rank may be put in.
         draining: slots in use whose node will go, with the deadline (Unix time).
         dead_ranks: ranks of the running generation that died.
+        warm: usable slots in which a new rank would stand at once; only given where that is so in every slot of the
+            survivors.
         requested: a configuration that the user asked for.
         at_least, at_most: how many ranks are allowed and wanted.
         is_settled: no slot has come or gone in the last moments, so that a node's slots are taken together.
@@ -55,6 +57,7 @@ class Situation:
     usable: tuple[int, ...]
     draining: Mapping[int, float] = field(default_factory=dict)
     dead_ranks: tuple[int, ...] = ()
+    warm: tuple[int, ...] = ()
     requested: ParallelConfig | None = None
     at_least: int = 1
     at_most: int = 1
@@ -73,6 +76,10 @@ def decide(situation: Situation, largest: Callable[[int], ParallelConfig | None]
             return Noop(
                 f"rank {who} died; waiting for slots: {number} are usable, at least {situation.at_least} are needed"
             )
+        # Nobody trains meanwhile: whatever is slower to start joins later, beside a generation that does.
+        quick = largest(min(situation.at_most, len(situation.warm)))
+        if quick is not None and quick.world_size >= situation.at_least:
+            return Recover(situation.warm, quick, f"rank {who} died")
         return Recover(situation.usable, fitting, f"rank {who} died")
     if situation.draining:
         deadline = min(situation.draining.values())

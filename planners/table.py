@@ -128,6 +128,21 @@ class LayoutTable:
             found[kind] = total
         return found
 
+    def largest_by_kind(self) -> dict[str, np.ndarray]:
+        """The most that each rank holds of any one tensor of a kind: int64 [world_size] a kind."""
+        cell, where = np.unique(self.rank * len(self.families) + self.family, return_inverse=True)
+        numel = np.zeros(len(cell), dtype=np.int64)
+        np.add.at(numel, where, self.lengths.prod(axis=1))
+        rank, family = np.divmod(cell, max(len(self.families), 1))
+        found: dict[str, np.ndarray] = {}
+        for kind in sorted({tensor.kind for tensors in self.families for tensor in tensors}):
+            itemsize = np.array(
+                [max([t.itemsize for t in tensors if t.kind == kind] or [0]) for tensors in self.families]
+            )
+            found[kind] = np.zeros(self.world_size, dtype=np.int64)
+            np.maximum.at(found[kind], rank, numel * itemsize[family])
+        return found
+
     @cached_property
     def positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Where shards are in the list of their rank: that of tensor k of row i is `places[starts[i] + k]`."""

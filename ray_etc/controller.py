@@ -19,13 +19,19 @@ from ray.train import ScalingConfig
 from ray_etc.actors.errors import ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob
 from ray_etc.actors.handover import Handover, start_generation
+from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.messages import Failed, Finished
 from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.record import ResizeRecord
-from ray_etc.actors.slots import SlotPool
+from ray_etc.actors.slots import Slot, SlotPool
+from ray_etc.actors.standby import IDLE_PATIENCE_S, Standbys
 from ray_etc.choice import Chooser, largest
+from ray_etc.planners.errors import DoesNotFit
+from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import RankLayout, TensorSpec
+from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.phases import Allocations
 from ray_etc.planners.placement import known_tensors, place
 from ray_etc.planners.policy import Noop, Recover, Resize, Situation, decide
 from ray_etc.reports import ReportBook
@@ -48,11 +54,13 @@ PEER_DEATH_S = 20.0
 class Controller:
     """Runs generations until one has trained to the end. `run` is the thread."""
 
-    def __init__(self, job: TrainJob, chooser: Chooser, scaling: ScalingConfig, book: ReportBook) -> None:
+    def __init__(
+        self, job: TrainJob, chooser: Chooser, scaling: ScalingConfig, book: ReportBook, warm_standbys: bool
+    ) -> None:
         self.job, self.scaling, self.book = job, scaling, book
         self.requests = RequestBox(Aim(scaling.max_workers, chooser))
         self.slots = SlotPool(job.resources, label_selector(scaling))
-        self.watch = Watch(self.slots, lambda: self.requests.aim.number)
+        self.watch = Watch(self.slots, lambda: self.requests.aim.number, Standbys(job, warm_standbys))
         self.records: list[ResizeRecord] = []
         self.activity = "starting"
         self._tensors: list[TensorSpec] = []
@@ -104,7 +112,7 @@ class Controller:
         usable = self.slots.usable
         chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in usable}).slot_of_rank
         self.activity = f"starting {parallel}"
-        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job)
+        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job, {}, 0)
         self.watch.current = generation
         try:
             start_generation(generation, self.job, self.watch.wait)
@@ -150,6 +158,8 @@ class Controller:
             else:
                 self._drain_not_before = time.monotonic() + RETRY_DRAIN_S
             self._give_up(record, error)
+            if isinstance(error, StateLost):
+                raise error.__cause__ if isinstance(error.__cause__, Stopped) else error from None
         else:
             self._commit(old, new, record)
         finally:
@@ -175,7 +185,7 @@ class Controller:
     def _change(self, old: Generation, slot_ids: Sequence[int], record: ResizeRecord) -> Generation:
         """Start the next generation in the shadow, its ranks where most of their state already is, and hand over.
 
-        On any exception the old generation is as it was.
+        On any exception but StateLost the old generation is as it was.
         """
         self.records.append(record)
         self.book.before_resize(record)
@@ -185,17 +195,45 @@ class Controller:
         held = {old.slots[rank].slot_id: old.entered[rank].layout for rank in old.survivors()}
         chosen = place(self._tensors, held, record.parallel_to, nodes).slot_of_rank
         slots = [self.slots[slot_id] for slot_id in chosen]
-        new = self.watch.preparing = Generation.create(record.generation, record.parallel_to, slots, self.job)
-        handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record)
+        headroom = None if old.dead else self._find_headroom(old, slots, record)
+        standbys = self.watch.standbys.take(slots)
+        about_step = self.book.latest_step + 1
+        new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys, about_step)
+        self.watch.preparing = new
+        handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record, headroom)
         try:
             with record.phase("prepare"):
-                start_generation(new, self.job, self.watch.wait)
+                start_generation(new, self.job, self.watch.wait, record.memory_mode == "tight")
             handover.carry_out()
         except BaseException:
             handover.abort()
             self.watch.drop_preparing()
             raise
         return new
+
+    def _find_headroom(self, old: Generation, slots: Sequence[Slot], record: ResizeRecord) -> Headroom:
+        """Choose the memory mode by what the new ranks are expected to hold, before any of them is started.
+
+        Raises:
+            DoesNotFit: a slot has too little memory in either mode.
+        """
+        target = dict(zip((s.slot_id for s in slots), expected_layouts(self._tensors, record.parallel_to), strict=True))
+        nodes = {slot.slot_id: slot.node_name for slot in [*old.slots, *slots]}
+        for trims in (False, True):
+            headroom = Headroom.of(old, self.job.slot_nbytes, self.watch.wait, self.job.timeout_s, trims)
+            if not headroom.is_limited:
+                break
+            allocations = {slot_id: Allocations.expected(layout) for slot_id, layout in target.items()}
+            try:
+                choice = headroom.choose(make_plan(old.layouts(), target, nodes), allocations)
+            except DoesNotFit:
+                if trims:
+                    raise
+                continue
+            record.memory_mode, record.nbytes_peak_predicted = choice.mode, choice.nbytes_peak
+            if choice.mode == "safe":
+                break
+        return headroom
 
     def _commit(self, old: Generation, new: Generation, record: ResizeRecord) -> None:
         self._measured()
@@ -227,7 +265,10 @@ class Controller:
             return
         progress = self.book.poll(self.current, wait=False)
         first_steps = [(p.first_step_started_at, p.first_step_s) for p in progress if p is not None]
-        if self._unmeasured is None or len(first_steps) < len(progress) or any(None in each for each in first_steps):
+        if len(first_steps) < len(progress) or any(None in each for each in first_steps):
+            return
+        self.current.has_stepped = True
+        if self._unmeasured is None:
             return
         started_at = max(start for start, _ in first_steps if start is not None)
         self._unmeasured.pause_s = started_at - (self._unmeasured.paused_at or started_at)
@@ -236,6 +277,17 @@ class Controller:
 
     def _has_settled(self) -> bool:
         return time.monotonic() - max(self.slots.last_change, self.watch.last_death) > SETTLE_S
+
+    def _may_grow(self, current: Generation) -> bool:
+        """Not before the standbys of new slots are warm, so that starting costs the training nothing, if that helps."""
+        waited_s = time.monotonic() - self.slots.last_change
+        is_ready = self.watch.standbys.are_warm(self.slots.usable) or waited_s > IDLE_PATIENCE_S
+        return self._has_settled() and is_ready and time.monotonic() > self._grow_not_before and not current.dead
+
+    def _warm(self, current: Generation) -> tuple[int, ...]:
+        """Usable slots with a warm standby; none where one of a survivor's slots is not among them."""
+        usable, warm = {slot.slot_id for slot in self.slots.usable}, self.watch.standbys.pids.keys()
+        return tuple(sorted(usable & warm)) if current.living_slot_ids & usable <= warm else ()
 
     def _situation(self, current: Generation) -> Situation:
         may_move_away = time.monotonic() > self._drain_not_before
@@ -249,10 +301,11 @@ class Controller:
                 if slot.slot_id in current.slot_ids and may_move_away and not current.dead
             },
             dead_ranks=tuple(sorted(current.dead)) if deaths_settled else (),
+            warm=self._warm(current) if current.dead else (),
             requested=self.requests.parallel if self._unmeasured is None and not current.dead else None,
             at_least=self.scaling.min_workers,
             at_most=self.requests.aim.number,
-            is_settled=self._has_settled() and time.monotonic() > self._grow_not_before and not current.dead,
+            is_settled=self._may_grow(current),
         )
 
     def check(self, parallel: ParallelConfig) -> str | None:

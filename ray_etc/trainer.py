@@ -36,6 +36,7 @@ class RunStatus:
     slots_usable: int
     slots_waiting: int
     slots_draining: int
+    standbys_warm: int
 
 
 class ElasticTrainer:
@@ -55,6 +56,12 @@ class ElasticTrainer:
         timeout_s: for each single step of a handover. A peer that is silent for longer makes it fail, and the old
             generation goes on.
         start_timeout_s: for slots to become available, and for a generation to build its model.
+        slot_nbytes: what all processes in a slot may have of its memory together; by default all of a GPU, and as much
+            as they want on CPUs. Where the old state and the new one do not fit into it together, a resize releases
+            the old one phase by phase; where that does not fit either, it is refused before anything starts.
+        warm_standbys: keep one process a slot that has imported everything, without a CUDA context, so that the next
+            generation need not wait for that: after a death nobody trains meanwhile. Costs about 1 GB of host memory
+            a slot.
     """
 
     def __init__(
@@ -67,13 +74,16 @@ class ElasticTrainer:
         run_config: RunConfig | None = None,
         timeout_s: float = 30.0,
         start_timeout_s: float = 120.0,
+        slot_nbytes: int | None = None,
+        warm_standbys: bool = False,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
         self.chooser = as_chooser(parallel)
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
-        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        self.timeout_s, self.start_timeout_s, self.slot_nbytes = timeout_s, start_timeout_s, slot_nbytes
+        self.warm_standbys = warm_standbys
         if (gpus := slot_resources(self.scaling_config).get("GPU", 0.0)) > 1:
             raise ValueError(f"{gpus:g} GPUs a worker: a rank trains on one; use at most 1 in resources_per_worker")
         smallest, most = max(1, self.scaling_config.min_workers), self.scaling_config.max_workers
@@ -116,10 +126,11 @@ class ElasticRun:
             dict(trainer.run_config.worker_runtime_env or {}),
             trainer.timeout_s,
             trainer.start_timeout_s,
+            trainer.slot_nbytes,
         )
         context = train_run_context(trainer.run_config, trainer.train_loop_config, trainer.scaling_config)
         self._book = ReportBook(trainer.run_config.callbacks or [], context)
-        self._controller = Controller(job, trainer.chooser, trainer.scaling_config, self._book)
+        self._controller = Controller(job, trainer.chooser, trainer.scaling_config, self._book, trainer.warm_standbys)
         self._scaling = trainer.scaling_config
         self._value: Any = None
         self._error: BaseException | None = None
@@ -149,6 +160,7 @@ class ElasticRun:
             slots_usable=len(controller.slots.usable),
             slots_waiting=len(controller.slots.waiting),
             slots_draining=len(controller.slots.draining),
+            standbys_warm=len(controller.watch.standbys.pids),
         )
 
     def plan(self, num_workers: int | None = None, *, parallel: ParallelConfig | None = None) -> MigrationPlan:

@@ -15,6 +15,7 @@ from ray_etc.actors.generation import Generation
 from ray_etc.actors.messages import why_ended
 from ray_etc.actors.ray_internals import is_about
 from ray_etc.actors.slots import SlotPool
+from ray_etc.actors.standby import Standbys
 from ray_etc.actors.watcher import ClusterWatcher
 
 TICK_S = 0.05
@@ -33,8 +34,8 @@ class Stopped(Exception):  # noqa: N818
 class Watch:
     """The generations that have processes, and what is known of them. Only the run's thread calls its methods."""
 
-    def __init__(self, slots: SlotPool, wanted: Callable[[], int]) -> None:
-        self.slots = slots
+    def __init__(self, slots: SlotPool, wanted: Callable[[], int], standbys: Standbys) -> None:
+        self.slots, self.standbys = slots, standbys
         self.current: Generation | None = None
         self.preparing: Generation | None = None
         self.stop_requested = threading.Event()
@@ -55,6 +56,10 @@ class Watch:
             if len(gone) == len(left.outcome_refs) or time.monotonic() > deadline:
                 left.kill()
                 self._leaving.remove((left, deadline))
+        # Started beside a generation that trains and nothing else: what is under way needs the room, and the time.
+        current = self.current if self.preparing is None and not self._leaving else None
+        trains = current is not None and current.has_stepped and not current.dead
+        self.standbys.tend(self.slots.usable, current if trains else None)
 
     def wait(self, refs: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
         """The results; see `Wait`.
@@ -105,6 +110,7 @@ class Watch:
     def close(self) -> None:
         for generation in self.generations():
             generation.kill()
+        self.standbys.close()
         self.slots.close()
 
     def _check_still_worth_it(self, known_deaths: int, known_drains: set[int]) -> None:

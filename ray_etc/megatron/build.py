@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ray_etc.actors.session import is_first_generation
+from ray_etc.actors.session import about_step, is_first_generation
 from ray_etc.megatron import cpu, mesh
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.data import SampleLoader, open_tokens
@@ -30,6 +30,7 @@ from ray_etc.megatron.spec import local_block_spec
 from ray_etc.megatron.state import state
 from ray_etc.megatron.streams import seed_streams
 from ray_etc.megatron.task import Task
+from ray_etc.megatron.warm_up import warm_up
 from ray_etc.planners.parallel import ParallelConfig
 
 
@@ -46,7 +47,8 @@ def build(
 ) -> Task:
     """Build a GPT under `parallel`, ready to train. Every rank of torch.distributed's default group calls it.
 
-    In a generation that takes its state from another the weights are left unset until then.
+    In a generation that takes its state from another the weights are left unset until then, and a step on zeros is
+    trained and undone where memory allows, so that the first one is as quick as any.
 
     Args:
         model: the shape of the model, as a GPTConfig or a mapping of its fields.
@@ -98,7 +100,10 @@ def build(
         seed=seed,
         checkpoint=checkpoint,
     )
-    return Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
+    task = Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
+    if not is_first_generation():
+        warm_up(task, parallel, about_step())
+    return task
 
 
 def _initialize_parallel(parallel: ParallelConfig) -> None:

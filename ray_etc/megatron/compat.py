@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,22 @@ def moment_names(leaf: MegatronOptimizer) -> tuple[str, ...]:
     if leaf.config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if leaf.config.sgd_momentum else ()
+
+
+def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """What Megatron's DDP gathers gradients in. It sets them to zero at the start of each step."""
+    return [
+        buffer.grad_data
+        for chunk in chunks
+        for name in ("buffers", "expert_parallel_buffers")
+        for buffer in _own_list(chunk, name)
+    ]
+
+
+def _own_list(chunk: torch.nn.Module, name: str) -> list[Any]:
+    """DDP's list, which hides a method of every module that is called the same."""
+    found = getattr(chunk, name, None)
+    return found if isinstance(found, list) else []
 
 
 def create_moments(leaf: MegatronOptimizer) -> None:

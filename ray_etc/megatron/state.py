@@ -58,6 +58,8 @@ def state(
             "most of a rank's weights are a step old; set it to False"
         )
     shards = describe(chunks, optimizer, vocab_size)
+    if not shards:
+        raise ValueError("this rank holds no tensor: its pipeline stage has no layers; give each stage one")
     replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer)}
     if scheduler is not None:
         replicated["scheduler"] = SchedulerProgress(scheduler)
@@ -71,6 +73,10 @@ def state(
         shards,
         replicated={**replicated, **more},
         streams={"random": RandomStreams(seed)},
+        scratch=compat.gradient_buffers(chunks),
+        derived={
+            ("param", shard.tensor.name): shard.tensor.key for shard in shards if shard.tensor.kind == "main_param"
+        },
         optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
         check_parallel=check_parallel,
     )

@@ -34,13 +34,15 @@ class Row:
     quick: bool = False
 
     def __str__(self) -> str:
-        return ", ".join([self.model, f"{self.old} to {self.new}", *([self.options] if self.options else [])])
+        how = [self.options] if self.options else []
+        by = ["by catalogue"] if self.oracle == "catalogue" else []
+        return ", ".join([self.model, f"{self.old} to {self.new}", *how, *by])
 
     @property
     def options(self) -> str:
         words = {**self.optimizer, **self.change}
         told = [f"{name}={str(words[name]).removeprefix('torch.')}" for name in sorted(words)]
-        return ", ".join([*told, *["elsewhere"] * self.elsewhere, *["by catalogue"] * (self.oracle != "checkpoint")])
+        return ", ".join([*told, *["elsewhere"] * self.elsewhere])
 
     @property
     def batch_size(self) -> int:

@@ -49,14 +49,14 @@ def render(passed: Mapping[str, bool]) -> str:
         lines += [
             f"## {group}",
             "",
-            "| model | from | to | optimizer and model | compared with | |",
+            "| model | from | to | optimizer and model | compared with | result |",
             "|---|---|---|---|---|---|",
         ]
         lines += [_line(row, passed[str(row)]) for row in rows]
         lines.append("")
     if reasons := sorted({row.why for row in ROWS if row.why}):
         lines += ["Why not with a checkpoint: " + "; ".join(reasons) + ".", ""]
-    lines += ["## Refused before anything starts", "", "| what | by | with | |", "|---|---|---|---|"]
+    lines += ["## Refused before anything starts", "", "| what | by | with | result |", "|---|---|---|---|"]
     for refusal in REFUSALS:
         result = "refused" if passed[refusal.what] else "**fails**"
         lines.append(f"| {refusal.what} | {refusal.by} | ... {refusal.says} ... | {result} |")

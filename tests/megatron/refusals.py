@@ -56,7 +56,7 @@ REFUSALS = [
     ),
     Refusal(
         "a stage without layers between the first and the last",
-        "a train state without tensors",
+        "its pipeline stage has no layers",
         parallel=mesh(pp=3, pipeline_layers=(1, 0, 1)),
     ),
     Refusal(

@@ -77,6 +77,9 @@ class Host:
         torch.use_deterministic_algorithms(True)
         self.task = build(context.parallel)
         torch.use_deterministic_algorithms(False)
+        if context.generation:  # the warm-up step has left zeros
+            for view in self.task.state.views():
+                view.fill_(float("nan"))
         self._steps = 0
         self._transport: CountingTransport | None = None
         self._mapped: list[torch.Tensor] = []

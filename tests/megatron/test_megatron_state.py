@@ -179,3 +179,43 @@ def test_what_cannot_be_moved_is_said_at_once() -> None:
 
     assert run_ranks(stale_weights, 1)[0].endswith("most of a rank's weights are a step old; set it to False")
     assert run_ranks(without_a_state_dict, 1) == ["mine is a int without state_dict and load_state_dict"]
+
+
+def emptied_and_filled() -> tuple[bool, list[float], int, list[str]]:
+    """A step, after all memory of the state was freed and given back, against the same step before that."""
+    from tiny import ONE, build
+
+    from ray_etc.actors.memory import StateMemory
+    from ray_etc.actors.phased import check_derived
+    from ray_etc.actors.small_state import SmallState, load_small_state
+    from ray_etc.planners.parallel import Coordinate
+
+    task = build(ONE, bf16=True, dropout=0.1)
+    task.train_step()
+    state = task.state
+    check_derived(state.layout(), state.views(), state.derived)
+    kept, small = [view.detach().clone() for view in state.views()], SmallState.of(state)
+    losses = [task.train_step()["loss"]]
+    weights = [view.detach().clone() for view in state.views()]
+    memory = StateMemory(state.views(), state.scratch)
+    memory.empty()
+    left = sum(view.untyped_storage().nbytes() for view in [*state.views(), *state.scratch])
+    memory.fill()
+    for view, value in zip(state.views(), kept, strict=True):
+        view.detach().copy_(value)
+    here = Coordinate(0, 0, 0)
+    load_small_state(state, small.replicated, {here: small.streams}, here, 1)
+    losses.append(task.train_step()["loss"])
+    same = all(torch.equal(view, value) for view, value in zip(state.views(), weights, strict=True))
+    undescribed = [
+        s.tensor.name for s in state.shards if s.tensor.kind == "param" and s.tensor.key not in state.derived
+    ]
+    return same, losses, left, undescribed
+
+
+def test_memory_freed_and_given_back_is_the_memory_that_megatron_trains() -> None:
+    [(same, losses, left, undescribed)] = run_ranks(emptied_and_filled, 1)
+    assert losses[0] == losses[1]
+    assert same
+    assert left == 0
+    assert undescribed == []

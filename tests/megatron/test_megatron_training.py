@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from logical import Logical, load, read, whole
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from ranks import run_ranks
 from tiny import ONE, build, parallel
 
 from ray_etc.actors.session import Context, open_session
+from ray_etc.actors.small_state import SmallState
 from ray_etc.megatron import GPTConfig
+from ray_etc.megatron.compat import leaf_optimizers
 from ray_etc.planners.parallel import ParallelConfig
 
 CONFIGURATIONS = [
@@ -95,8 +100,6 @@ def test_same_seed_same_run() -> None:
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_moments_made_early_change_nothing(zero: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam makes its moments in its first step; the state needs them before it."""
-    import sys
-
     build_module = sys.modules["ray_etc.megatron.build"]
 
     def losses_and_weights() -> tuple[list[float], list[torch.Tensor]]:
@@ -147,6 +150,41 @@ def test_only_the_first_generation_initialises() -> None:
     ((alone,), (first,), (second,)) = (run_ranks(weights, 1, generation) for generation in (None, 0, 1))
     assert torch.equal(alone, first)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("config", [parallel(dp=2), parallel(tp=2), parallel(pp=2, zero=False)], ids=str)
+def test_warm_up_step_leaves_no_trace(config: ParallelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But zeros in the tensors that are to be overwritten; the vocabulary's padding, too, which nothing overwrites."""
+    build_module = sys.modules["ray_etc.megatron.build"]
+
+    def look() -> dict[str, Any]:
+        rank = dist.get_rank()
+        open_session(Context("test", 1, config, rank, rank, config.world_size, 0, rank, about_step=3))
+        torch.use_deterministic_algorithms(True)  # unset memory is NaN
+        task = build(config, dropout=0.1, bf16=True, vocab_size=257)
+        (model,) = task.chunks
+        buffers = [*model.buffers, *model.expert_parallel_buffers]
+        states = [state for leaf in leaf_optimizers(task.optimizer) for state in leaf.optimizer.state.values()]
+        return {
+            "small": SmallState.of(task.state),
+            "microbatches": get_num_microbatches(),
+            "lr": [group["lr"] for group in task.optimizer.param_groups],
+            "gradients": max(float(buffer.grad_data.abs().max()) for buffer in buffers),
+            "weights": max(float(param.abs().max()) for param in model.parameters()),
+            "moments": max(
+                float(moments[kind].abs().max()) for moments in states for kind in ("exp_avg", "exp_avg_sq")
+            ),
+        }
+
+    warm = run_ranks(look, 2)
+    monkeypatch.setattr(build_module, "warm_up", lambda *args: None)
+    cold = run_ranks(look, 2)
+    for a, b in zip(warm, cold, strict=True):
+        assert a["small"].digests() == b["small"].digests()
+        streams = [SmallState(each["small"].streams, b"").digests() for each in (a, b)]
+        assert streams[0] == streams[1]
+        assert (a["microbatches"], a["lr"]) == (b["microbatches"], b["lr"])
+        assert a["gradients"] == a["weights"] == a["moments"] == 0.0
 
 
 def test_build_says_what_is_wrong() -> None:

@@ -31,6 +31,14 @@ def largest(number: int) -> ParallelConfig | None:
         ),
         (replace(CALM, usable=(0, 1), requested=TP2), Resize((0, 1), TP2, "requested")),
         (replace(CALM, usable=(1, 2, 3), dead_ranks=(0,)), Recover((1, 2, 3), TP2, "rank 0 died")),
+        (
+            replace(CALM, usable=(1, 2, 3, 4), dead_ranks=(0,), warm=(1, 2, 3)),
+            Recover((1, 2, 3), TP2, "rank 0 died"),
+        ),
+        (
+            replace(CALM, usable=(1, 2, 3, 4), dead_ranks=(0,), warm=(1, 2, 3), at_least=4),
+            Recover((1, 2, 3, 4), TP2.with_world_size(4), "rank 0 died"),
+        ),
     ],
 )
 def test_decision(situation: Situation, decision: Decision) -> None:

@@ -28,6 +28,8 @@ def start(
     timeout_s: float = 30.0,
     callbacks: list[Any] | None = None,
     scaling: dict[str, Any] | None = None,
+    slot_nbytes: int | None = None,
+    warm_standbys: bool = False,
     **config: Any,
 ) -> ElasticRun:
     """A run of the toy loop that goes on until `finish`, on all `slots` that there are: by default as many as it takes.
@@ -43,6 +45,8 @@ def start(
             scaling_config=ScalingConfig(num_workers=workers, **(scaling or {})),
             run_config=RunConfig(name="toy", callbacks=callbacks),
             timeout_s=timeout_s,
+            slot_nbytes=slot_nbytes,
+            warm_standbys=warm_standbys,
         ).start()
         wait_until(run, lambda: run.status().slots_usable >= slots)
     return run

@@ -6,6 +6,7 @@ the samples of step s are s * BATCH to (s + 1) * BATCH - 1.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
@@ -159,6 +160,7 @@ def train(config: dict[str, Any]) -> str:
                 "weight": weight.data[:SIZE].tolist(),
                 "samples": samples,
                 "generation": context.generation,
+                "pid": os.getpid(),
                 "began_at": began_at,
                 "sums": sums,
                 "free_nbytes": torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0,

@@ -1,0 +1,96 @@
+"""What each slot has room for while two generations are in it, and the memory mode that follows.
+
+Each generation leaves room for the next from its start (`memory.limit_training`). Before a resize
+starts anything, and again when its plan is there, `Headroom.choose` compares what it needs with what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_etc.actors.generation import Generation, Wait
+from ray_etc.actors.memory import SHADOW_NBYTES
+from ray_etc.actors.messages import Usage
+from ray_etc.planners.memory import choose_mode, memory_of
+from ray_etc.planners.phases import Allocations, PhasedPlan, cut_in_phases
+from ray_etc.planners.plan import MigrationPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """`phased` is None in the safe mode. `releases_early`: there is no room for the old state beside the new
+    generation's first step, so it is released before that begins. `nbytes_peak`: of any slot, as predicted."""
+
+    phased: PhasedPlan | None
+    releases_early: bool
+    nbytes_peak: int
+
+    @property
+    def mode(self) -> str:
+        return "safe" if self.phased is None else "tight"
+
+
+class Headroom:
+    """What a running generation leaves of each of its slots.
+
+    Args:
+        limit_nbytes: what all processes of a slot may have together; None for all of a GPU, or no limit on CPUs.
+    """
+
+    def __init__(self, old: Generation, limit_nbytes: int | None, usages: Mapping[int, Usage]) -> None:
+        self._old, self._limit_nbytes, self._usages = old, limit_nbytes, usages
+
+    @classmethod
+    def of(cls, old: Generation, limit_nbytes: int | None, wait: Wait, timeout_s: float, trims: bool) -> Headroom:
+        asking = [rank.usage.remote(trims, timeout_s) for rank in old.ranks]
+        usages = wait(asking, timeout_s, "the ranks' memory")
+        return cls(old, limit_nbytes, {slot.slot_id: each for slot, each in zip(old.slots, usages, strict=True)})
+
+    @property
+    def is_limited(self) -> bool:
+        return self._limit_nbytes is not None or any(each.total is not None for each in self._usages.values())
+
+    def choose(self, plan: MigrationPlan, new: Mapping[int, Allocations]) -> Choice:
+        """The memory mode for a plan whose new ranks have allocations `new`, by slot.
+
+        Raises:
+            DoesNotFit: in neither mode.
+        """
+        memory = memory_of(plan)
+        if not self.is_limited:
+            return Choice(None, False, int(memory.safe.max(initial=0)))
+        old = {slot.slot_id: each.allocations for slot, each in zip(self._old.slots, self._old.entered, strict=True)}
+        free, given_back, scratch = self._free(plan, memory.after)
+        safe_room = free + memory.before - scratch
+        # Where not even an empty process fits beside the training, there is no shadow to build anything in.
+        tight_room = np.where(free < 0, free, free + given_back)
+        if (memory.safe <= safe_room).all():
+            steps = given_back - memory.before
+            early = bool((memory.safe + np.maximum(steps, 0) > safe_room).any())
+            return Choice(None, early, int(memory.safe.max(initial=0)))
+        phased = cut_in_phases(plan, old, new, self._old.derived)
+        choose_mode(plan, memory.safe, phased.peak, safe_room, tight_room)
+        return Choice(phased, True, int(phased.peak.max(initial=0)))
+
+    def _free(self, plan: MigrationPlan, after: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each rank of the plan, in bytes: what is free for a new process while the old one trains; what torch has
+        there for the old one, all of which it can give back; what the new one needs for scratch memory."""
+        free, given_back, scratch = (np.zeros(len(plan.slots), dtype=np.int64) for _ in range(3))
+        totals = [each.total for each in self._usages.values() if each.total is not None]
+        for rank, slot_id in enumerate(plan.slots):
+            usage = self._usages.get(slot_id) or Usage(max(totals, default=None), max(totals, default=None), 0, 0)
+            given_back[rank] = usage.reserved
+            if usage.total is None or usage.free is None:
+                free[rank] = (self._limit_nbytes or 0) - usage.reserved
+            else:
+                limit = min(usage.total, self._limit_nbytes or usage.total)
+                free[rank] = usage.free - (usage.total - limit) - SHADOW_NBYTES
+        weights = plan.source.nbytes_by_kind().get("param")
+        scratch_of = [(u.scratch, weights[plan.slots.index(s)]) for s, u in self._usages.items() if weights is not None]
+        per_byte = max((held / max(int(of), 1) for held, of in scratch_of), default=0.0)
+        wanted = plan.target.nbytes_by_kind().get("param", np.zeros_like(after))
+        scratch[:] = wanted * per_byte
+        return free, given_back, scratch

@@ -1,0 +1,87 @@
+"""One step before the first, so that what is done only once is done while the old generation still trains.
+
+That is: connections of the process groups, handles and workspaces of the GPU libraries, kernels that are loaded or
+compiled at their first use, modules imported inside functions, the order of the samples and the pages that hold them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+import torch.distributed as dist
+
+from ray_etc.actors.small_state import SmallState, load_small_state
+from ray_etc.megatron.task import Task
+from ray_etc.planners.parallel import ParallelConfig
+
+logger = logging.getLogger(__name__)
+
+ROOM = 2
+"""Warm up where so many times the memory of a step's activations is free: the running generation uses it, too."""
+
+
+def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
+    """Train a step on zeros and undo it. All ranks of a generation call it, before its state arrives.
+
+    Zeros, since memory that nothing has written may hold NaN, which would spread to what no move overwrites: the
+    padding. From weights of zero come gradients of zero, so weights and moments are zero afterwards, as is the padding.
+    The small state, the model's buffers and the gradients are left as they were.
+
+    Args:
+        about_step: where the data is read, as the run will soon do.
+
+    Returns:
+        False where some rank's GPU has no room for it, and nothing was done.
+    """
+    if not _has_room(task, parallel):
+        logger.info("no warm-up step: too little GPU memory is free beside the running generation")
+        return False
+    small = SmallState.of(task.state)
+    buffers = [(buffer, buffer.clone()) for chunk in task.chunks for buffer in chunk.module.buffers()]
+    for view in task.state.views():
+        view.detach().zero_()
+    task.loader.consumed_samples = about_step * task.batch.global_batch_size
+    metrics = task.train_step()
+    if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+        raise RuntimeError(
+            f"the warm-up step on weights of zero made {metrics}: it would spoil the vocabulary's padding"
+        )
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    for chunk in task.chunks:
+        chunk.zero_grad_buffer()
+    task.optimizer.zero_grad()
+    coordinate = parallel.coordinate(dist.get_rank())
+    load_small_state(task.state, small.replicated, {coordinate: small.streams}, coordinate, step=0)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the move needs room, too
+    return True
+
+
+def _has_room(task: Task, parallel: ParallelConfig) -> bool:
+    """The same answer on every rank, since a step takes them all."""
+    if not torch.cuda.is_available():
+        return True
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.get_per_process_memory_fraction() * total - torch.cuda.memory_reserved()
+    lacks = torch.tensor(float(min(free, own) < ROOM * activations_nbytes(task, parallel)), device="cuda")
+    dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
+    return not lacks.item()
+
+
+def activations_nbytes(task: Task, parallel: ParallelConfig) -> int:
+    """At most so much a rank keeps between forward and backward, from above: without flash attention or recomputation.
+
+    After Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*.
+    """
+    config, batch = task.config, task.batch
+    tokens = batch.micro_batch_size * config.sequence_length
+    heads = config.num_attention_heads * config.sequence_length
+    layer = 20 * config.hidden_size + (6 * config.ffn_hidden_size + 5 * heads) // parallel.tensor_parallel
+    layers = config.num_layers // parallel.pipeline_parallel
+    in_flight = parallel.pipeline_parallel  # micro-batches, on the first stage
+    logits = 4 * config.padded_vocab_size(parallel.tensor_parallel) // parallel.tensor_parallel
+    return tokens * (in_flight * layers * layer * config.dtype.itemsize + logits * torch.float32.itemsize)

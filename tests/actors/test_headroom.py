@@ -1,0 +1,97 @@
+"""The memory mode by the room that ranks report, on GPUs and on slots with a limit."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from ray_etc.actors.generation import Generation
+from ray_etc.actors.headroom import Choice, Headroom
+from ray_etc.actors.memory import SHADOW_NBYTES, training_nbytes
+from ray_etc.actors.messages import Entered, Usage
+from ray_etc.actors.slots import Slot
+from ray_etc.planners.errors import DoesNotFit
+from ray_etc.planners.expected import expected_layouts
+from ray_etc.planners.layout import TensorSpec
+from ray_etc.planners.migrate import make_plan
+from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.phases import Allocations
+
+GIB = 2**30
+MODEL = [
+    TensorSpec(kind, f"{layer}", (1024, 1024, 256), "float32", 4, 0, layer)
+    for kind in ("param", "exp_avg", "exp_avg_sq")
+    for layer in range(20)
+]
+"""60 tensors of 1 GiB."""
+TP2, PP2 = ParallelConfig(tensor_parallel=2), ParallelConfig(pipeline_parallel=2)
+
+
+def choose(limit_nbytes: int | None = None, **usage: Any) -> Choice:
+    """From TP2 to PP2: each rank holds 30 GiB before and after; `usage` is that of both old ranks."""
+    source, target = (dict(enumerate(expected_layouts(MODEL, side))) for side in (TP2, PP2))
+    allocations = {
+        slot: Allocations.expected(layout, together=()) for side in (source, target) for slot, layout in side.items()
+    }
+    old = Generation(
+        0,
+        TP2,
+        [Slot(slot, cast(Any, None)) for slot in source],
+        entered=[Entered(layout, None, Allocations.expected(layout, together=())) for layout in source.values()],
+    )
+    plan = make_plan(source, target, {0: "a", 1: "a"}, staging_nbytes=GIB // 2)
+    reported = {slot: Usage(**usage) for slot in source}
+    return Headroom(old, limit_nbytes, reported).choose(plan, allocations)
+
+
+def gpu(total: int, reserved: int, scratch: int = 0) -> dict[str, Any]:
+    return {
+        "total": total * GIB,
+        "free": (total - reserved) * GIB,
+        "reserved": reserved * GIB,
+        "scratch": scratch * GIB,
+    }
+
+
+def test_without_a_limit_it_is_safe() -> None:
+    assert choose(total=None, free=None, reserved=30 * GIB, scratch=0).mode == "safe"
+
+
+def test_safe_while_the_new_state_fits_beside_a_training_step() -> None:
+    """33 GiB of old state and activations, 30 of new state, almost 3 of staging, 3 for the process: 69."""
+    roomy, close = choose(**gpu(72, 33)), choose(**gpu(69, 33))
+    assert (roomy.mode, roomy.releases_early) == ("safe", False)
+    assert 62 * GIB < roomy.nbytes_peak <= 63 * GIB
+    assert (close.mode, close.releases_early) == ("safe", True)  # no room for a step before the old state is gone
+    assert choose(**gpu(68, 33)).mode == "tight"
+
+
+def test_gradients_count_twice() -> None:
+    assert choose(**gpu(81, 45, scratch=10)).mode == "tight"
+    assert choose(**gpu(91, 45, scratch=10)).mode == "safe"
+
+
+def test_tight_while_the_phases_and_an_empty_process_fit() -> None:
+    chosen = choose(**gpu(39, 34))
+    assert chosen.mode == "tight"
+    assert chosen.nbytes_peak <= 1.08 * 30 * GIB + 3 * GIB
+    with pytest.raises(DoesNotFit, match=r"slot 0 on a has no room .* 0 B, "):
+        choose(**gpu(36, 34))
+
+
+def test_limit_of_a_slot() -> None:
+    cpu = {"total": None, "free": None, "reserved": 30 * GIB, "scratch": 0}
+    assert choose(63 * GIB, **cpu).mode == "safe"
+    assert choose(62 * GIB, **cpu).mode == "tight"
+    with pytest.raises(DoesNotFit, match=r"needs 62\.\d GiB of 32\.0 GiB there are"):
+        choose(32 * GIB, **cpu)
+    assert choose(68 * GIB, **gpu(140, 33)).mode == "tight"
+
+
+def test_training_leaves_room_for_the_shadow() -> None:
+    assert training_nbytes(140 * GIB, 1.0, None) == 134 * GIB
+    assert training_nbytes(140 * GIB, 0.5, None) == 64 * GIB
+    assert training_nbytes(140 * GIB, 1.0, 80 * GIB) == 74 * GIB
+    assert training_nbytes(8 * GIB, 1.0, None) == 7 * GIB
+    assert SHADOW_NBYTES == 3 * GIB

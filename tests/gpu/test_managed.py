@@ -1,0 +1,41 @@
+"""A model is built on a GPU without room for it, emptied, and made again as ordinary memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ray_etc.actors.memory import StateMemory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+GIB = 2**30
+
+
+def test_built_emptied_and_made_again() -> None:
+    from ray_etc.actors.managed import ManagedMemory
+
+    torch.zeros(1, device="cuda")
+    free, _ = torch.cuda.mem_get_info()
+    filler = torch.empty(free - 4 * GIB, dtype=torch.uint8, device="cuda")
+    before, _ = torch.cuda.mem_get_info()
+    managed = ManagedMemory()
+    managed.begin()
+    weights = [torch.ones(2 * GIB // 4, device="cuda") for _ in range(4)]
+    table = torch.arange(1000, device="cuda")
+    weights[0].mul_(3.0)
+    managed.end()
+    memory = StateMemory(weights)
+    during, _ = torch.cuda.mem_get_info()
+    assert before - during < GIB
+    memory.empty()
+    managed.drop()
+    del filler
+    torch.cuda.empty_cache()
+    memory.make(range(len(weights)))
+    after, _ = torch.cuda.mem_get_info()
+    assert free - after > 7 * GIB
+    weights[0].fill_(2.0)
+    assert float((weights[0] @ weights[0]).cpu()) == 4.0 * weights[0].numel()
+    assert not weights[1].any()
+    assert table.sum().item() == 499500

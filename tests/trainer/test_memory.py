@@ -1,0 +1,61 @@
+"""Resizes where a slot has too little memory for the old and the new state together.
+
+A rank of DP2 with ZeRO-1 holds 60 weights and 30 moments, 360 bytes; one of plain DP2 120 numbers, 480 bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import check_exact, finish, start, wait_for_step
+
+from ray_etc import ParallelConfig, ResizeFailed
+from ray_etc.actors.faults import Fault
+
+pytestmark = pytest.mark.ray
+
+ZERO, PLAIN = ParallelConfig(data_parallel=2), ParallelConfig(data_parallel=2, distributed_optimizer=False)
+
+
+def test_zero1_to_plain_dp2_phase_by_phase_and_back_where_there_is_room(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), slot_nbytes=900)
+    wait_for_step(run)
+    records = [run.resize(parallel=parallel) for parallel in (PLAIN, ZERO)]
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    there, back = records
+    assert there.certified
+    assert there.memory_mode == "tight"
+    assert there.nbytes_peak == there.nbytes_peak_predicted == 360 + 240 + 2 * 128
+    assert back.certified
+    assert back.memory_mode == "safe"  # nothing goes over the wire, so there is no staging
+    assert back.nbytes_peak_predicted == 480 + 360
+
+
+def test_phase_that_fails_before_anything_was_released(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), slot_nbytes=900, faults={(1, 1): Fault("local:done", "corrupt")})
+    wait_for_step(run)
+    with pytest.raises(ResizeFailed, match=r"1 moves failed their certificate: param weight\[0:60\]"):
+        run.resize(parallel=PLAIN)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert result.resizes[0].memory_mode == "tight"
+
+
+def test_resize_without_room_is_refused_with_the_numbers(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), slot_nbytes=500)
+    wait_for_step(run)
+    numbers = r"needs 1\.1 KiB of 500 B there are, releasing it phase by phase 856 B of 500 B, 356 B too much"
+    with pytest.raises(ResizeFailed, match=rf"slot 0 on \w+ has no room for the resize: .*{numbers}"):
+        run.resize(parallel=PLAIN)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert "prepare" not in result.resizes[0].phases
