@@ -93,6 +93,7 @@ class Report:
 
     step: int
     metrics: dict[str, Any]
+    checkpoint: Any = None
 
 
 @dataclass(frozen=True)

@@ -140,11 +140,11 @@ class Session:
         finally:
             self.end()  # also where the user breaks out of the loop
 
-    def report(self, metrics: dict[str, Any]) -> None:
+    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
         if self._current_step is None:
             raise RuntimeError("ray_etc.report() was called outside of `for step in ray_etc.steps(...)`")
         with self._changed:
-            self._reports.append(Report(self._current_step, dict(metrics)))
+            self._reports.append(Report(self._current_step, dict(metrics), checkpoint))
 
     @property
     def current_step(self) -> int | None:
@@ -181,9 +181,9 @@ class Session:
                 self._load = None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._first_step is not None)
-        assert self._first_step is not None
-        self._record_boundary(self._first_step)
-        return self._first_step
+        first = self._first_step or state.next_step
+        self._record_boundary(first)
+        return first
 
     def _before_update(self) -> None:
         with self._changed:

@@ -88,6 +88,8 @@ class TrainState:
         self.derived = dict(derived or {})
         self.optimizers = list(optimizers)
         self.check_parallel = check_parallel or (lambda parallel: None)
+        self.next_step = 0
+        """Where the first generation begins: later than 0 where the state was read from a checkpoint."""
 
     def layout(self) -> RankLayout:
         return tuple(Shard(shard.tensor, shard.box) for shard in self.shards)

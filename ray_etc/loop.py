@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_etc.actors.session import Context, current_session
 from ray_etc.actors.state import TrainState
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
 
 
 def get_context() -> Context:
@@ -23,6 +26,9 @@ def steps(state: TrainState, total: int) -> Iterator[int]:
     return current_session().steps(state, total)
 
 
-def report(metrics: dict[str, Any]) -> None:
-    """Report this step's metrics. Every rank may; rank 0's are the run's."""
-    current_session().report(metrics)
+def report(metrics: dict[str, Any], checkpoint: Checkpoint | None = None) -> None:
+    """Report this step's metrics, and a checkpoint that was written in it. Every rank may; rank 0's are the run's.
+
+    A checkpoint stays where it was written: `Checkpoint.from_directory(task.save_checkpoint(folder))`.
+    """
+    current_session().report(metrics, checkpoint)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError
-from ray.train import UserCallback, WorkerGroupError
+from ray.train import Checkpoint, UserCallback, WorkerGroupError
 
 from ray_etc.actors.generation import Generation
 from ray_etc.actors.messages import Failed, Progress
@@ -30,6 +30,7 @@ class ReportBook:
         self.reports: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(dict)
         self.latest: dict[str, Any] | None = None
         self.latest_step = -1
+        self.checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = []
         self._callbacks = list(callbacks)
         self._run_context = run_context
         self._polls: dict[int, dict[int, ray.ObjectRef]] = {}
@@ -64,10 +65,13 @@ class ReportBook:
             of_step.setdefault(rank, []).append(report.metrics)
             if rank == 0 and report.step >= self.latest_step:
                 self.latest, self.latest_step = report.metrics, report.step
+            if rank == 0 and report.checkpoint is not None:
+                self.checkpoints.append((report.checkpoint, report.metrics))
             index = len(of_step[rank]) - 1
             if all(len(of_step.get(other, ())) > index for other in range(len(generation.ranks))):
                 metrics = [of_step[other][index] for other in range(len(generation.ranks))]
-                self._tell(partial(_after_report, self._run_context, metrics))
+                checkpoint = next((made for made, of in reversed(self.checkpoints) if of is metrics[0]), None)
+                self._tell(partial(_after_report, self._run_context, metrics, checkpoint))
 
     def void_from(self, next_step: int | None) -> None:
         """Forget reports of steps that will be trained again: the step before `next_step` was the last whole one."""
@@ -107,5 +111,7 @@ class ReportBook:
         raise WorkerGroupError(message, errors) from outcome.error
 
 
-def _after_report(run_context: Any, metrics: list[dict[str, Any]], callback: UserCallback) -> None:
-    callback.after_report(run_context, metrics, None)
+def _after_report(
+    run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None, callback: UserCallback
+) -> None:
+    callback.after_report(run_context, metrics, checkpoint)

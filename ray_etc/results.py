@@ -14,6 +14,8 @@ from ray_etc.actors.record import ResizeRecord
 class ElasticResult(Result):
     """Ray Train's `Result`, and beside it what happened on the way.
 
+    `checkpoint` is the last one that rank 0 reported, `best_checkpoints` all of them, in order.
+
     Attributes:
         resizes: one record a resize, in order, those that failed too.
         reports: by step, what each rank reported: {step: {rank: [metrics, ...]}}.

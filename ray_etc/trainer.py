@@ -50,9 +50,9 @@ class ElasticTrainer:
         scaling_config: `num_workers=(min, max)` bounds the ranks; the resources of a worker are those of a slot, and
             each generation takes half of it. Nodes are noticed within a second, so
             `elastic_resize_monitor_interval_s` is not used.
-        run_config: name, callbacks and the workers' runtime environment. Nothing is written to its storage, and its
-            failure and checkpoint configurations have nothing to bound yet: a death whose state the survivors hold
-            loses no step, and any other ends the run.
+        run_config: name, callbacks and the workers' runtime environment. Nothing is written to its storage: a
+            checkpoint stays where the train loop wrote it, and all are kept. Its failure configuration has nothing to
+            bound yet: a death whose state the survivors hold loses no step, and any other ends the run.
         timeout_s: for each single step of a handover. A peer that is silent for longer makes it fail, and the old
             generation goes on.
         start_timeout_s: for slots to become available, and for a generation to build its model.
@@ -253,11 +253,11 @@ class ElasticRun:
         ]
         return ElasticResult(
             metrics=self._book.latest,
-            checkpoint=None,
+            checkpoint=self._book.checkpoints[-1][0] if self._book.checkpoints else None,
             error=None,
             path=self.path,
             metrics_dataframe=pandas.DataFrame(rows),
-            best_checkpoints=[],
+            best_checkpoints=list(self._book.checkpoints),
             return_value=self._value,
             resizes=self.resizes,
             reports=self.reports,

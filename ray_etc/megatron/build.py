@@ -43,6 +43,7 @@ def build(
     global_batch_size: int = 32,
     micro_batch_size: int = 1,
     seed: int = 1234,
+    checkpoint: str | Path | None = None,
 ) -> Task:
     """Build a GPT under `parallel`, ready to train. Every rank of torch.distributed's default group calls it.
 
@@ -58,6 +59,7 @@ def build(
         global_batch_size: samples a step, over all ranks; never changes in a run.
         micro_batch_size: samples in one forward pass of one rank.
         seed: of the weights, the order of the samples, and dropout.
+        checkpoint: what to start from, see `state`.
     """
     config = GPTConfig.of(model)
     batch = BatchConfig(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
@@ -96,6 +98,7 @@ def build(
         vocab_size=config.vocab_size,
         check_parallel=partial(check_parallel, config, batch),
         seed=seed,
+        checkpoint=checkpoint,
     )
     task = Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
     if not is_first_generation():

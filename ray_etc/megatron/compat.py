@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.core
 import torch
 from megatron.core import num_microbatches_calculator
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 
@@ -18,6 +21,8 @@ def missing_names() -> list[str]:
         f"{owner.__name__}.{name}"
         for owner, name in (
             (DistributedOptimizer, "_get_main_param_and_optimizer_states"),
+            (DistributedOptimizer, "_set_main_param_and_optimizer_states"),
+            (filesystem_async, "_results_queue"),
             (num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
         )
         if not hasattr(owner, name)
@@ -164,3 +169,69 @@ def set_adam_step(leaf: MegatronOptimizer, step: int) -> None:
     else:
         for group in leaf.optimizer.param_groups:
             group["step"] = step
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def collect_results_of_saves_here() -> None:
+    """A save that waits for itself needs no process to collect its results, which Megatron would start and leave."""
+    filesystem_async._results_queue = queue.SimpleQueue()
+
+
+@contextmanager
+def true_ranges_in_checkpoints(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Have Megatron find the optimizer state of each parameter where it is while it gathers that for a checkpoint.
+
+    It leaves the padding between buckets out of what it gathers, and then looks for parameters where they would be with
+    it: of all buckets but the first it would save the state of other elements, and zeros at the end.
+    """
+    counted = [
+        part
+        for leaf in leaf_optimizers(optimizer)
+        if isinstance(leaf, DistributedOptimizer)
+        for buffer in leaf.buffers
+        for part in (buffer, *buffer.buckets)
+    ]
+    before = [part.numel_unpadded for part in counted]
+    for part in counted:
+        part.numel_unpadded = part.grad_data.numel()
+    try:
+        yield
+    finally:
+        for part, numel in zip(counted, before, strict=True):
+            part.numel_unpadded = numel
+
+
+def load_optimizer_tensors(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> None:
+    """Copy what was loaded for `leaf`'s own `sharded_state_dict` into the memory that it trains with."""
+    if isinstance(leaf, DistributedOptimizer):
+        # With torch's Adam, Megatron looks for a "step" that this format does not have; None makes it skip a tensor.
+        original = leaf._set_main_param_and_optimizer_states
+        leaf._set_main_param_and_optimizer_states = lambda param, tensors: original(
+            param, {"step": None, "param": None, **tensors}
+        )
+        try:
+            leaf.load_parameter_state_from_fully_reshardable(loaded["param_state"])
+        finally:
+            del leaf._set_main_param_and_optimizer_states
+        return
+    # Not by torch's `load_state_dict`, which would put other tensors into the optimizer than those that are catalogued.
+    mains = loaded.get("fp32_from_fp16_params")
+    states = (loaded["optimizer"] if mains else loaded).get("state", {})
+    index = 0
+    with torch.no_grad():
+        for group, params in enumerate(group["params"] for group in leaf.optimizer.param_groups):
+            for position, param in enumerate(params):
+                for name in moment_names(leaf):
+                    leaf.optimizer.state[param][name].copy_(states[index][name])
+                if mains:
+                    param.copy_(mains[group][position])
+                index += 1
+
+
+def saved_step(saved: dict[str, Any]) -> int:
+    """Adam's step count in what Megatron saved of an optimizer: beside the moments, or with ZeRO-1 in the groups."""
+    inner = saved.get("optimizer", saved)
+    counts = [group.get("step") for group in inner["param_groups"]] + [inner.get("state", {}).get("common_step")]
+    return max((int(count) for count in counts if count is not None), default=0)

@@ -22,6 +22,18 @@ def initialize(parallel: ParallelConfig, **more: Any) -> None:
     )
 
 
+def current() -> ParallelConfig:
+    """The axes of the process groups that Megatron has."""
+    return ParallelConfig(
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+        context_parallel=parallel_state.get_context_parallel_world_size(),
+        expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
 def difference(parallel: ParallelConfig) -> str | None:
     """Where the process groups that Megatron has are not those of `parallel`, in words."""
     there = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from ray_etc.actors.state import Stateful, TrainState
+from ray_etc.actors.session import is_first_generation
+from ray_etc.actors.state import Stateful, StateShard, TrainState
+from ray_etc.megatron import checkpoint as checkpoints
 from ray_etc.megatron import compat
 from ray_etc.megatron.describe import describe
 from ray_etc.megatron.streams import RandomStreams
@@ -25,8 +28,9 @@ def state(
     vocab_size: int | None = None,
     check_parallel: Callable[[ParallelConfig], None] | None = None,
     seed: int = 1234,
+    checkpoint: str | Path | None = None,
     **more: Stateful,
-) -> TrainState:
+) -> MegatronState:
     """Everything that a resize must carry over, from objects made as in any Megatron-core script.
 
     Args:
@@ -39,6 +43,9 @@ def state(
             this a model whose vocabulary is padded cannot change its tensor parallelism.
         check_parallel: raises ValueError for a configuration that the model cannot be split by.
         seed: seeds the random streams of coordinates that an old generation did not have; see `streams`.
+        checkpoint: a Megatron distributed checkpoint of any configuration to start from: one of ours or of Megatron's
+            own script, or a folder of several, of which it is the latest. Generations after the first take the state
+            from the one before them.
         more: further small state, equal on all ranks, by name.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -60,7 +67,9 @@ def state(
         replicated["loader"] = LoaderProgress(loader)
     if taken := sorted(set(more) & set(replicated)):
         raise ValueError(f"the name {taken[0]!r} is taken by the state's own {taken[0]}; choose another")
-    return TrainState(
+    train_state = MegatronState(
+        chunks,
+        optimizer,
         shards,
         replicated={**replicated, **more},
         streams={"random": RandomStreams(seed)},
@@ -71,6 +80,26 @@ def state(
         optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
         check_parallel=check_parallel,
     )
+    if checkpoint is not None and is_first_generation():
+        train_state.next_step = checkpoints.load(train_state, chunks, optimizer, checkpoint)
+    return train_state
+
+
+class MegatronState(TrainState):
+    """What `state` returns: a `TrainState` that can be written as a Megatron distributed checkpoint."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, shards: Sequence[StateShard], **more: Any
+    ) -> None:
+        super().__init__(shards, **more)
+        self._chunks, self._optimizer = list(chunks), optimizer
+
+    def save_checkpoint(self, folder: str | Path, iteration: int) -> Path:
+        """Write the state as it is after `iteration` steps, in the format of Megatron's own training script.
+
+        Every rank calls it at the same step, and all see the same `folder`. Returns the checkpoint's own folder in it.
+        """
+        return checkpoints.save(self, self._chunks, self._optimizer, folder, iteration)
 
 
 class OptimizerProgress:

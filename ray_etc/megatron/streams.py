@@ -85,6 +85,28 @@ class RandomStreams:
         get_cuda_rng_tracker().set_states(tracker_states)
 
 
+def to_megatron(random_streams: Mapping[str, Any]) -> dict[str, Any]:
+    """What `RandomStreams.state_dict` returns, by the names of Megatron's checkpoints."""
+    return {
+        "random_rng_state": random_streams["python"],
+        "np_rng_state": random_streams["numpy"],
+        "torch_rng_state": random_streams["torch"],
+        "cuda_rng_state": random_streams["torch" if random_streams["cuda"] is None else "cuda"],
+        "rng_tracker_states": random_streams["tracker"],
+    }
+
+
+def from_megatron(rng_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way round."""
+    return {
+        "python": rng_state["random_rng_state"],
+        "numpy": rng_state["np_rng_state"],
+        "torch": rng_state["torch_rng_state"],
+        "cuda": rng_state["cuda_rng_state"] if torch.cuda.is_available() else None,
+        "tracker": rng_state["rng_tracker_states"],
+    }
+
+
 def _fresh_seed(*words: int) -> int:
     # numpy promises that a SeedSequence gives the same numbers in every version.
     return int(np.random.SeedSequence(words).generate_state(1)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from ray_etc.actors.state import TrainState
 from ray_etc.megatron.config import BatchConfig, GPTConfig
 from ray_etc.megatron.data import SampleLoader
 from ray_etc.megatron.spec import context_positions
+from ray_etc.megatron.state import MegatronState
 
 
 class Task:
@@ -32,7 +33,7 @@ class Task:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         loader: SampleLoader,
-        state: TrainState,
+        state: MegatronState,
     ) -> None:
         self.config = config
         self.batch = batch
@@ -82,6 +83,10 @@ class Task:
             "tokens": self.batch.global_batch_size * self.config.sequence_length,
             "sample_ids": sample_ids,
         }
+
+    def save_checkpoint(self, folder: str | Path) -> Path:
+        """Write the state as it is now as a Megatron distributed checkpoint; see `MegatronState.save_checkpoint`."""
+        return self.state.save_checkpoint(folder, self.loader.consumed_samples // self.batch.global_batch_size)
 
     def _iterators(self, sample_ids: list[int]) -> Any:
         """One over the micro-batches for each chunk, or just one, as Megatron's schedules want them."""

@@ -74,6 +74,16 @@ def test_frozen_rank_begins_no_update() -> None:
     assert weight.tolist() == [-1.0] * 4
 
 
+def test_first_generation_begins_where_its_checkpoint_ended() -> None:
+    state = state_of(torch.zeros(1))
+    state.next_step = 7
+    loop = start(state, lambda step: loop.session.report({"step": step}, "a checkpoint"))
+    assert loop.session.next_step() == 7
+    loop.step()
+    [report] = loop.session.progress().reports
+    assert (report.step, report.metrics, report.checkpoint) == (7, {"step": 7}, "a checkpoint")
+
+
 def test_freeze_lets_a_chained_update_end() -> None:
     """Two optimizers make one update; frozen between them, the tensors would belong to no step."""
     first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))

@@ -36,6 +36,7 @@ def build(
     data: Path | None = None,
     global_batch_size: int = 8,
     clip_grad: float = 1.0,
+    checkpoint: Path | None = None,
     **model: Any,
 ) -> Task:
     return ray_etc.megatron.build(
@@ -46,4 +47,5 @@ def build(
         global_batch_size=global_batch_size,
         micro_batch_size=MICRO_BATCH_SIZE,
         seed=seed,
+        checkpoint=checkpoint,
     )

@@ -48,7 +48,7 @@ def test_dp2_to_dp4_when_a_node_joins_and_back_when_it_drains(nodes: Any, tmp_pa
 
 def test_requested_dp3_to_dp1_to_dp2_plain_optimizer(nodes: Any, tmp_path: Path) -> None:
     nodes.add(3)
-    run = start(tmp_path, (1, 3), parallel=ParallelConfig(distributed_optimizer=False))
+    run = start(tmp_path, (1, 3), parallel=ParallelConfig(distributed_optimizer=False), checkpoint_at=1)
     wait_for_step(run)
     one = run.resize(1)
     assert run.status().slots_usable <= 3
@@ -61,6 +61,8 @@ def test_requested_dp3_to_dp1_to_dp2_plain_optimizer(nodes: Any, tmp_path: Path)
     assert one.certified
     assert two.certified
     assert two.parallel_to.distributed_optimizer
+    assert result.checkpoint is not None
+    assert result.checkpoint.path.endswith("checkpoint1")
 
 
 def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_path: Path) -> None:

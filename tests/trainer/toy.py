@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from ray.train import Checkpoint
 
 import ray_etc
 from ray_etc.actors.certificate import checksums
@@ -113,8 +114,8 @@ def _read(file: Path) -> Faults:
 def train(config: dict[str, Any]) -> str:
     """Train until the file `finish` appears, on a GPU where there is one.
 
-    `config` may have the `size` of the weights, `step_s`, and `faults` for `Script`. Its events are also "build" and
-    "step:i".
+    `config` may have the `size` of the weights, `step_s`, `checkpoint_at` a step, and `faults` for `Script`. Its events
+    are also "build" and "step:i".
     """
     context = ray_etc.get_context()
     parallel, at = context.parallel, context.coordinate
@@ -163,7 +164,8 @@ def train(config: dict[str, Any]) -> str:
                 "began_at": began_at,
                 "sums": sums,
                 "free_nbytes": torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0,
-            }
+            },
+            checkpoint=Checkpoint.from_directory(f"checkpoint{step}") if step == config.get("checkpoint_at") else None,
         )
         time.sleep(config.get("step_s", 0.02))
         if gradient[1].item():

@@ -1,0 +1,178 @@
+"""Checkpoints: written by us and read by Megatron's own training script, and the other way round, bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from logical import RankShards, read, whole
+from logical import differing as differing_logical
+from matrix import BF16, PLAIN, Row, mesh
+from megatron.core import dist_checkpointing
+from models import trainee
+from oracle import parts_by_megatron, whole_by_megatron
+from ranks import run_ranks
+from resize import Generation, differing, hand_over, start_next
+from script import load_by_script, save_by_script
+from tiny import build, parallel
+
+from ray_etc.actors.small_state import SmallState
+from ray_etc.megatron import checkpoint
+from ray_etc.planners.parallel import ParallelConfig
+
+ROWS = [
+    Row("llama", mesh(tp=2, pp=2), mesh(dp=3), BF16),
+    Row("experts", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
+    Row("experts", mesh(dp=2, **PLAIN), mesh(dp=2, ep=2), BF16),
+]
+
+
+def train_and_save(row: Row, folder: Path) -> dict[str, Any]:
+    task = trainee(row.model, row.optimizer, row.batch_size)(row.old)
+    for _ in range(2):
+        task.train_step()
+    task.state.save_checkpoint(folder / "ours", 2)
+    save_by_script(task, folder / "theirs", 2)
+    return {"parts": parts_by_megatron(task), "small": SmallState.of(task.state).digests(), "next": norms(task)}
+
+
+def load_each(row: Row, folder: Path) -> list[dict[str, Any]]:
+    """Ours by the script, ours by us, and the script's by us, one after another into the same model."""
+    task = trainee(row.model, row.optimizer, row.batch_size)(row.new)
+
+    def script() -> int:
+        iteration, task.consumed_samples = load_by_script(task, folder / "ours")
+        return iteration
+
+    by_us = partial(checkpoint.load, task.state, task.chunks, task.optimizer)
+    loads: list[Callable[[], int]] = [partial(by_us, folder / "ours"), partial(by_us, folder / "theirs")]
+    came: list[dict[str, Any]] = []
+    for load in [script, *loads] if is_for_script(row) else loads:
+        for view in task.state.views():
+            view.detach().fill_(float("nan"))
+        task.scheduler.num_steps = task.consumed_samples = 0
+        came.append({"iteration": load()})
+        came[-1] |= {"parts": parts_by_megatron(task), "small": SmallState.of(task.state).digests()}
+    came[-1]["next"] = norms(task)
+    return came
+
+
+def is_for_script(row: Row) -> bool:
+    """Megatron reads main weights as it wrote them: with ZeRO-1 or without, and by as many chained optimizers."""
+    return (row.old.distributed_optimizer, row.old.has_expert_mesh) == (
+        row.new.distributed_optimizer,
+        row.new.has_expert_mesh,
+    )
+
+
+def norms(task: Any) -> list[float]:
+    """Of the gradients of the next two steps, which depend on every weight and on the first update's moments."""
+    return [task.train_step()["grad_norm"] for _ in range(2)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_either_reads_what_the_other_wrote(row: Row, tmp_path: Path) -> None:
+    before = run_ranks(train_and_save, row.old.world_size, row, tmp_path)
+    after = run_ranks(load_each, row.new.world_size, row, tmp_path)
+    saved = whole_by_megatron(rank["parts"] for rank in before)
+    for number in range(len(after[0])):
+        loaded = [rank[number] for rank in after]
+        assert [rank["iteration"] for rank in loaded] == [2] * len(after)
+        assert [rank["small"] for rank in loaded] == [before[0]["small"]] * len(after)
+        assert differing(saved, whole_by_megatron(rank["parts"] for rank in loaded)) == []
+    assert after[0][-1]["next"] == pytest.approx(before[0]["next"], rel=2e-2)
+
+
+def run_on(config: ParallelConfig, folder: Path) -> list[float]:
+    task = build(config, dropout=0.1)
+    for _ in range(2):
+        task.train_step()
+    task.save_checkpoint(folder)
+    return [task.train_step()["loss"] for _ in range(2)]
+
+
+def start_from(config: ParallelConfig, folder: Path) -> tuple[int, list[float]]:
+    task = build(config, dropout=0.1, checkpoint=folder)
+    return task.state.next_step, [task.train_step()["loss"] for _ in range(2)]
+
+
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """Under the same configuration to the last bit, with dropout."""
+    config = parallel(tp=2)
+    [losses, _] = run_ranks(run_on, 2, config, tmp_path)
+    assert run_ranks(start_from, 2, config, tmp_path) == [(2, losses)] * 2
+
+
+def save(task: Any, folder: Path) -> None:
+    task.state.save_checkpoint(folder, 2)
+
+
+def load_and_save(row: Row, read: Path, write: Path) -> None:
+    task = trainee(row.model, row.optimizer, row.batch_size)(row.new)
+    iteration = checkpoint.load(task.state, task.chunks, task.optimizer, read)
+    task.state.save_checkpoint(write, iteration)
+
+
+def in_files(*folders: Path) -> list[dict[str, torch.Tensor]]:
+    """The tensors as they are in the files."""
+    loaded = [dist_checkpointing.load_plain_tensors(str(folder / "iter_0000002")) for folder in folders]
+    return [{name: each for name, each in files.items() if isinstance(each, torch.Tensor)} for files in loaded]
+
+
+def test_after_a_resize_it_is_that_of_a_run_built_so(tmp_path: Path) -> None:
+    row = Row("llama", mesh(dp=2), mesh(tp=2), BF16)
+    make = trainee(row.model, row.optimizer, row.batch_size)
+    with Generation(0, row.old, range(2), make).enter() as old:
+        old.ask("train", 2)
+        old.ask("look", partial(save, folder=tmp_path / "old"))
+        with start_next(old, row.new, range(2), make) as new:
+            hand_over(old, new, range(2)).check()
+            new.ask("look", partial(save, folder=tmp_path / "resized"))
+    run_ranks(load_and_save, 2, row, tmp_path / "old", tmp_path / "built")
+    [(resized, built)] = run_ranks(in_files, 1, tmp_path / "resized", tmp_path / "built")
+    assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in built)
+    assert differing(resized, built) == []
+
+
+def catalogued(config: ParallelConfig, optimizer: dict[str, Any], folder: Path, is_saving: bool) -> RankShards:
+    task = trainee("llama", optimizer, 4)(config)
+    if is_saving:
+        task.train_step()
+        task.state.save_checkpoint(folder, 1)
+    else:
+        checkpoint.load(task.state, task.chunks, task.optimizer, folder)
+    return read(task.state)
+
+
+def test_the_optimizer_state_of_several_buckets_is_that_of_its_own_weights(tmp_path: Path) -> None:
+    """Megatron by itself saves that of others: it leaves out the padding between buckets, and then counts with it."""
+    buckets = {"overlap_grad_reduce": True, "bucket_size": 500, **BF16}
+    before = whole(run_ranks(catalogued, 2, mesh(dp=2), buckets, tmp_path, True))
+    after = whole(run_ranks(catalogued, 1, mesh(), BF16, tmp_path, False))
+    assert differing_logical(before, after) == []
+
+
+def refusal(optimizer: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(ValueError, match="checkpoint") as caught:
+        catalogued(mesh(), optimizer, folder, False)
+    return str(caught.value)
+
+
+def test_what_is_not_whole_or_not_alike_is_refused(tmp_path: Path) -> None:
+    """Others: moments were dropped without a word, and training went on."""
+    run_ranks(catalogued, 1, mesh(), BF16, tmp_path, True)
+    place = tmp_path / "iter_0000001"
+    assert "is of another data type" in run_ranks(refusal, 1, {}, place)[0]
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    for name in [name for name in metadata.state_dict_metadata if ".exp_avg_sq." in name]:
+        del metadata.state_dict_metadata[name]
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "has no optimizer.state.exp_avg_sq.decoder" in run_ranks(refusal, 1, BF16, tmp_path)[0]
+    (place / "metadata.json").unlink()
+    assert "not a whole checkpoint" in run_ranks(refusal, 1, BF16, tmp_path)[0]
+    assert "no checkpoint in" in run_ranks(refusal, 1, BF16, place)[0]
