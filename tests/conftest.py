@@ -22,6 +22,7 @@ os.environ.update(
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "trainer")]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For `-n 2 --dist loadgroup`: one takes all that starts Ray or uses GPUs, one by one."""
     if not config.pluginmanager.hasplugin("xdist"):
