@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +23,22 @@ os.environ.update(
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "trainer")]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `-n 2 --dist loadgroup`: one takes all that starts Ray or uses GPUs, one by one."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return  # the hosts with GPUs may not have it
+ALONE = ("tests/gpu/", "tests/trainer/", "tests/test_demo.py", "tests/actors/test_ray_groups.py")
+"""What starts Ray or uses GPUs: never two of them at once."""
 
-    def is_alone(item: pytest.Item) -> bool:
-        return any(item.get_closest_marker(name) for name in ("ray", "gpu"))
 
-    items.sort(key=lambda item: not is_alone(item))  # the longest group first
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("alone" if is_alone(item) else item.path.name))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(ALONE))  # the longest part first
+
+
+@pytest.hookimpl(optionalhook=True)  # the hosts with GPUs may not have xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2` one process takes all of ALONE, the other the rest, file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
