@@ -14,7 +14,9 @@ from ray_etc.actors.errors import ResizeFailed
 
 @pytest.fixture
 def rank() -> Any:
-    return rank_module.Rank.__ray_metadata__.modified_class(CONTEXT, {})  # type: ignore[attr-defined]
+    rank = rank_module.Rank.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
+    rank.become(CONTEXT, {})
+    return rank
 
 
 def test_calls_of_a_handover_that_was_given_up_are_refused_however_late_they_come(rank: Any) -> None:
