@@ -45,7 +45,7 @@ def slice_pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return source, memory(shape, itemsize, draw(st.sampled_from(HOWS)), False)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(slice_pairs(), min_size=1, max_size=4))
 def test_any_slices_are_copied_and_summed_as_on_a_cpu(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     count = len(pairs)
@@ -59,8 +59,8 @@ def test_any_slices_are_copied_and_summed_as_on_a_cpu(pairs: list[tuple[torch.Te
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("how", HOWS)
 def test_slices_of_many_tiles(itemsize: int, how: str) -> None:
-    source = memory([3, 129, 256], itemsize, how, True)
-    into = memory([3, 129, 256], itemsize, "inside", False)
+    source = memory([2, 65, 256], itemsize, how, True)
+    into = memory([2, 65, 256], itemsize, "inside", False)
     totals = torch.zeros(3, dtype=torch.int64)
     launch([Job(source, into, left=1, arrived=2)], totals)
     assert torch.equal(source, into)

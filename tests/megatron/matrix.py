@@ -95,7 +95,7 @@ DENSE = [
     Row("llama", mesh(tp=2, pp=2), mesh(dp=3), quick=True),
     # Grow, change at the same size, shrink. The 29 words are padded to 30 under TP2 and to 32 under TP4.
     Row("llama", mesh(tp=2), mesh(tp=2, dp=2)),
-    Row("llama", mesh(tp=2, dp=2, **NO_SP), mesh(pp=2, dp=2), BF16, quick=True),
+    Row("llama", mesh(tp=2, dp=2, **NO_SP), mesh(pp=2, dp=2), BF16),
     Row("llama", mesh(tp=4), ONE, BF16, quick=True),
     Row("llama", ONE, mesh(pp=4), BF16, FOUR_LAYERS),
     Row("llama", mesh(dp=2), mesh(tp=4), BF16),
@@ -109,7 +109,7 @@ DENSE = [
     # ZeRO-1 off and on.
     Row("llama", mesh(dp=2), mesh(dp=2, **PLAIN)),
     Row("llama", mesh(dp=2, **PLAIN), mesh(dp=2), BF16),
-    Row("llama", mesh(tp=2, pp=2, **PLAIN), mesh(tp=2, dp=2), BF16, quick=True),
+    Row("llama", mesh(tp=2, pp=2, **PLAIN), mesh(tp=2, dp=2), BF16),
     Row("llama", mesh(pp=4, **PLAIN), mesh(tp=4), change=FOUR_LAYERS),
     Row("llama", mesh(tp=2, dp=2, **PLAIN), mesh(pp=4, **PLAIN), BF16, FOUR_LAYERS),
     Row("llama", mesh(dp=4, **PLAIN), mesh(dp=2), BF16),
@@ -129,9 +129,9 @@ ATTENTION = [
     Row("llama, QK norms and biases", mesh(tp=2), mesh(pp=2), BF16, quick=True),
     Row("llama, QK norms and biases", mesh(tp=4), mesh(tp=2, dp=2)),
     Row("gpt2", mesh(tp=2), mesh(dp=2), quick=True),
-    Row("gpt2", mesh(pp=2, **PLAIN), mesh(tp=4, **PLAIN), BF16, quick=True),
+    Row("gpt2", mesh(pp=2, **PLAIN), mesh(tp=4, **PLAIN), BF16),
     Row("gpt2", mesh(tp=4), mesh(pp=2, dp=2), change=ROUND),
-    Row("gpt2, SwiGLU with biases", mesh(tp=2), mesh(tp=4), BF16, quick=True),
+    Row("gpt2, SwiGLU with biases", mesh(tp=2), mesh(tp=4), BF16),
     Row("gpt2, SwiGLU with biases", mesh(dp=2), mesh(tp=2, pp=2), oracle="catalogue", why=TWO_COPIES),
     Row("latent attention", mesh(tp=2), mesh(dp=2), BF16, quick=True),
     Row("latent attention", mesh(tp=4), mesh(pp=2, dp=2)),
@@ -147,7 +147,7 @@ GROUPED = "experts, grouped by a stand-in of Transformer Engine's"
 
 EXPERTS = [
     Row("experts", mesh(dp=2, ep=2), mesh(dp=2), BF16, quick=True),
-    Row("experts", mesh(dp=2, ep=2), mesh(dp=4, ep=4), BF16, quick=True),
+    Row("experts", mesh(dp=2, ep=2), mesh(dp=4, ep=4), BF16),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2)),
     Row("experts", mesh(tp=2, ep=2, etp=1), ONE, BF16, quick=True),
     Row("experts", mesh(tp=2, ep=2, etp=1), mesh(tp=2)),
@@ -155,8 +155,8 @@ EXPERTS = [
     # gloo cannot gather parts of unlike sizes, as the usual dispatcher of tokens does over expert-tensor ranks.
     Row("experts", mesh(tp=2, dp=2, ep=2), mesh(tp=2, dp=2, ep=2, etp=1), BF16, ALL_GATHER, quick=True),
     Row("experts", mesh(dp=4, ep=2, etp=2), mesh(tp=2, dp=2, ep=4, etp=1), change=ALL_GATHER),
-    Row("experts", mesh(pp=2, dp=2, ep=2), mesh(dp=4, ep=4), BF16, quick=True),
-    Row("experts", mesh(pp=4), mesh(dp=4, ep=4), BF16, FOUR_LAYERS, quick=True),
+    Row("experts", mesh(pp=2, dp=2, ep=2), mesh(dp=4, ep=4), BF16),
+    Row("experts", mesh(pp=4), mesh(dp=4, ep=4), BF16, FOUR_LAYERS),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(dp=2, ep=2), BF16),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2, **PLAIN)),
     Row("experts", mesh(dp=3, ep=3), mesh(dp=2, ep=2), BF16, {"num_moe_experts": 6}, quick=True),
@@ -186,7 +186,7 @@ PIPELINE = [
     Row("gpt2", mesh(pp=2, vpp=2), mesh(pp=2), BF16, FOUR_LAYERS, oracle="catalogue", why=TWO_COPIES),
     Row("gpt2", mesh(pp=2, vpp=2), mesh(dp=2), BF16, {**FOUR_LAYERS, **ROUND}),
     Row("experts", mesh(pp=2, dp=2, ep=2, vpp=2), mesh(dp=4, ep=4), BF16, FOUR_LAYERS, quick=True),
-    Row("llama", mesh(pp=2, pipeline_layers=(1, 2)), mesh(tp=2), BF16, THREE_LAYERS, quick=True),
+    Row("llama", mesh(pp=2, pipeline_layers=(1, 2)), mesh(tp=2), BF16, THREE_LAYERS),
     Row(
         "llama", mesh(pp=2, pipeline_layers=(1, 2)), mesh(pp=2, pipeline_layers=(2, 1)), BF16, THREE_LAYERS, quick=True
     ),
@@ -208,7 +208,7 @@ CONTEXT = [
 
 OPTIMIZERS = [
     Row("llama", mesh(dp=2), mesh(tp=2), FP16, quick=True),
-    Row("experts", mesh(dp=2, ep=2), mesh(dp=2), FP16, quick=True),
+    Row("experts", mesh(dp=2, ep=2), mesh(dp=2), FP16),
     Row("experts", mesh(tp=2), mesh(dp=2, ep=2, **PLAIN), FP16),
     Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), SGD, oracle="catalogue", why=NO_SGD, quick=True),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(pp=2, **PLAIN), {**SGD, **BF16}, oracle="catalogue", why=NO_SGD),

@@ -98,13 +98,13 @@ def problems(draw: st.DrawFn, *, even: bool = False) -> Problem:
     return np.array(rows[:rank_count], dtype=np.int64).reshape(rank_count, slot_count), list(slots), nodes, groups
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(problems())
 def test_equals_the_best_of_all_permutations(problem: Problem) -> None:
     matches_best_of_all(problem)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(problems(even=True).filter(lambda problem: len(problem[0]) > 0))
 def test_large_way_never_passes_the_best_and_its_bound_is_never_below(problem: Problem) -> None:
     packed(problem)

@@ -165,13 +165,13 @@ def as_counts(layout: RankLayout) -> list[str]:
     return sorted(map(str, Counter(layout).items()))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(configs(experts=False), configs(experts=False), st.sampled_from([512, 4096, 2**20]))
 def test_dense_there_and_back(old: ParallelConfig, new: ParallelConfig, staging_nbytes: int) -> None:
     there_and_back(DENSE, old, new, staging_nbytes)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(configs(experts=True), configs(experts=True), st.sampled_from([512, 4096, 2**20]))
 def test_experts_there_and_back(old: ParallelConfig, new: ParallelConfig, staging_nbytes: int) -> None:
     there_and_back(EXPERTS, old, new, staging_nbytes)
