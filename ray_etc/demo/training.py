@@ -16,7 +16,7 @@ def train(config: dict[str, Any]) -> None:
     """Train a small GPT. `config`: model, optimizer, data, steps, seed, and the number of `resizes` to expect.
 
     So that the story can be followed, and ends before the steps do, a generation that is to be replaced takes its time:
-    a little for its share of the steps, and more for those after it.
+    a little for its share of the steps, and ever more for those after it, however slow the machine is.
     """
     from ray_etc import megatron
 
@@ -40,5 +40,6 @@ def train(config: dict[str, Any]) -> None:
         metrics["tokens_per_s"] = metrics["tokens"] / step_s
         ray_etc.report({**metrics, "coordinate": tuple(context.coordinate)})
         if not is_first_step and not is_last_generation:
-            time.sleep(max(0.0, (UNHURRIED_STEP_S if step < share else WAITING_STEP_S) - step_s))
+            wanted_s = UNHURRIED_STEP_S if step < share else WAITING_STEP_S * (1 + (step - share) / 5)
+            time.sleep(max(0.0, wanted_s - step_s))
         is_first_step = False
