@@ -36,6 +36,7 @@ def test_zero1_to_plain_dp2_phase_by_phase_and_back_where_there_is_room(nodes: A
     assert back.nbytes_peak_predicted == 480 + 360
 
 
+@pytest.mark.slow
 def test_phase_that_fails_before_anything_was_released(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
     run = start(tmp_path, (1, 2), slot_nbytes=900, faults={(1, 1): Fault("local:done", "corrupt")})
