@@ -115,7 +115,7 @@ DENSE = [
     Row("llama", mesh(dp=4, **PLAIN), mesh(dp=2), BF16),
     # Nothing is in place.
     Row("llama", mesh(tp=2), mesh(tp=2), elsewhere=True),
-    Row("llama", mesh(dp=2), mesh(dp=4), BF16, elsewhere=True),
+    Row("llama", mesh(dp=2), mesh(dp=4), BF16, elsewhere=True, quick=True),
     # Five words over four ranks: the third rank has one of them and the last none.
     Row("llama", mesh(tp=4), mesh(tp=2), change={"vocab_size": 5}),
     Row("llama", mesh(tp=4, **PLAIN), mesh(dp=3), BF16, {"vocab_size": 5}, quick=True),
@@ -126,7 +126,7 @@ DENSE = [
 ]
 
 ATTENTION = [
-    Row("llama, QK norms and biases", mesh(tp=2), mesh(pp=2), BF16),
+    Row("llama, QK norms and biases", mesh(tp=2), mesh(pp=2), BF16, quick=True),
     Row("llama, QK norms and biases", mesh(tp=4), mesh(tp=2, dp=2)),
     Row("gpt2", mesh(tp=2), mesh(dp=2), quick=True),
     Row("gpt2", mesh(pp=2, **PLAIN), mesh(tp=4, **PLAIN), BF16),
@@ -138,7 +138,7 @@ ATTENTION = [
     Row("latent attention, whole queries", mesh(pp=2), mesh(tp=2), BF16),
     Row("hybrid", mesh(pp=2), mesh(tp=2), BF16, quick=True),
     Row("hybrid", mesh(tp=2, dp=2), mesh(pp=2, dp=2)),
-    Row("two heads", mesh(pp=2), mesh(tp=2), BF16),
+    Row("two heads", mesh(pp=2), mesh(tp=2), BF16, quick=True),
     Row("two heads", mesh(tp=2, pp=2), mesh(dp=3), oracle="catalogue", why=TWO_COPIES),
     Row("two heads, tied", mesh(tp=2), mesh(dp=2), BF16),
 ]
@@ -146,28 +146,28 @@ ATTENTION = [
 GROUPED = "experts, grouped by a stand-in of Transformer Engine's"
 
 EXPERTS = [
-    Row("experts", mesh(dp=2, ep=2), mesh(dp=2), BF16),
+    Row("experts", mesh(dp=2, ep=2), mesh(dp=2), BF16, quick=True),
     Row("experts", mesh(dp=2, ep=2), mesh(dp=4, ep=4), BF16),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2)),
-    Row("experts", mesh(tp=2, ep=2, etp=1), ONE, BF16),
+    Row("experts", mesh(tp=2, ep=2, etp=1), ONE, BF16, quick=True),
     Row("experts", mesh(tp=2, ep=2, etp=1), mesh(tp=2)),
     Row("experts", mesh(tp=2), mesh(dp=4, ep=4), BF16, quick=True),
     # gloo cannot gather parts of unlike sizes, as the usual dispatcher of tokens does over expert-tensor ranks.
-    Row("experts", mesh(tp=2, dp=2, ep=2), mesh(tp=2, dp=2, ep=2, etp=1), BF16, ALL_GATHER),
+    Row("experts", mesh(tp=2, dp=2, ep=2), mesh(tp=2, dp=2, ep=2, etp=1), BF16, ALL_GATHER, quick=True),
     Row("experts", mesh(dp=4, ep=2, etp=2), mesh(tp=2, dp=2, ep=4, etp=1), change=ALL_GATHER),
     Row("experts", mesh(pp=2, dp=2, ep=2), mesh(dp=4, ep=4), BF16),
     Row("experts", mesh(pp=4), mesh(dp=4, ep=4), BF16, FOUR_LAYERS),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(dp=2, ep=2), BF16),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2, **PLAIN)),
-    Row("experts", mesh(dp=3, ep=3), mesh(dp=2, ep=2), BF16, {"num_moe_experts": 6}),
+    Row("experts", mesh(dp=3, ep=3), mesh(dp=2, ep=2), BF16, {"num_moe_experts": 6}, quick=True),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, cp=2, ep=2), BF16),
     Row("experts, plain", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
     Row("experts, grouped", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
-    Row(GROUPED, mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
+    Row(GROUPED, mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16, quick=True),
     Row(GROUPED, mesh(tp=2, dp=2, ep=2), mesh(pp=2), change=ALL_GATHER),
     Row("experts, biased router", mesh(dp=2, ep=2), mesh(tp=2, pp=2), BF16, quick=True),
     Row("experts, biased router", mesh(pp=2), mesh(dp=4, ep=4)),
-    Row("experts, shared too", mesh(tp=2, ep=2, etp=1), mesh(dp=2, ep=2), BF16),
+    Row("experts, shared too", mesh(tp=2, ep=2, etp=1), mesh(dp=2, ep=2), BF16, quick=True),
     Row("experts, shared too", mesh(pp=2, dp=2, ep=2), mesh(tp=4, ep=4, etp=1)),
     Row("experts in some layers", mesh(pp=2, dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16, FOUR_LAYERS),
     Row("experts in some layers", mesh(dp=2, ep=2), mesh(pp=4), change=FOUR_LAYERS),
@@ -179,9 +179,9 @@ EXPERTS = [
 ]
 
 PIPELINE = [
-    Row("llama", mesh(pp=2, vpp=2), mesh(pp=4), BF16, FOUR_LAYERS),
+    Row("llama", mesh(pp=2, vpp=2), mesh(pp=4), BF16, FOUR_LAYERS, quick=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(dp=2), change=FOUR_LAYERS),
-    Row("llama", ONE, mesh(pp=2, vpp=2), BF16, FOUR_LAYERS),
+    Row("llama", ONE, mesh(pp=2, vpp=2), BF16, FOUR_LAYERS, quick=True),
     Row("llama", mesh(tp=2, pp=2, vpp=2), mesh(pp=2, dp=2, **PLAIN), BF16, FOUR_LAYERS),
     Row("gpt2", mesh(pp=2, vpp=2), mesh(pp=2), BF16, FOUR_LAYERS, oracle="catalogue", why=TWO_COPIES),
     Row("gpt2", mesh(pp=2, vpp=2), mesh(dp=2), BF16, {**FOUR_LAYERS, **ROUND}),
@@ -197,7 +197,7 @@ PIPELINE = [
 ]
 
 CONTEXT = [
-    Row("llama", mesh(cp=2), mesh(dp=2), BF16),
+    Row("llama", mesh(cp=2), mesh(dp=2), BF16, quick=True),
     Row("llama", mesh(cp=2), mesh(tp=2)),
     Row("llama", mesh(tp=2, cp=2), mesh(pp=2, dp=2), BF16, quick=True),
     Row("gpt2", mesh(dp=2, cp=2, **PLAIN), mesh(cp=4), BF16),
@@ -210,7 +210,7 @@ OPTIMIZERS = [
     Row("llama", mesh(dp=2), mesh(tp=2), FP16, quick=True),
     Row("experts", mesh(dp=2, ep=2), mesh(dp=2), FP16),
     Row("experts", mesh(tp=2), mesh(dp=2, ep=2, **PLAIN), FP16),
-    Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), SGD, oracle="catalogue", why=NO_SGD),
+    Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), SGD, oracle="catalogue", why=NO_SGD, quick=True),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(pp=2, **PLAIN), {**SGD, **BF16}, oracle="catalogue", why=NO_SGD),
     Row(
         "llama",
@@ -222,7 +222,7 @@ OPTIMIZERS = [
     ),
     Row("llama", mesh(dp=4), mesh(dp=2), {"instances": 2, **BF16}, quick=True),
     Row("llama", mesh(dp=4), mesh(tp=2, dp=2), {"instances": 2}),
-    Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED),
+    Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED, quick=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(pp=2, dp=2), {"overlap_grad_reduce": True, **BF16}, FOUR_LAYERS),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED),
 ]
