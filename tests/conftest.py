@@ -1,13 +1,8 @@
 """Set before anything imports Ray: loopback only, several clusters on one machine, no surprise from outside."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 os.environ.update(
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # else Ray rewrites 127.0.0.1 to the address of a network card
@@ -21,24 +16,3 @@ os.environ.update(
 
 # The GPU tests run the same processes, layouts, loops and oracles as those of the CPU.
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "trainer")]
-
-
-ALONE = ("tests/gpu/", "tests/trainer/", "tests/test_demo.py", "tests/actors/test_ray_groups.py")
-"""What starts Ray or uses GPUs: never two of them at once."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(ALONE))  # the longest part first
-
-
-@pytest.hookimpl(optionalhook=True)  # the hosts with GPUs may not have xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2` one process takes all of ALONE, the other the rest, file by file."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
