@@ -14,7 +14,7 @@ from runs import check_exact, finish, start, wait_for_step, wait_until
 from ray_etc import ElasticRun, ParallelConfig
 from ray_etc.actors import standby
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PLAIN = ParallelConfig(distributed_optimizer=False)
 
