@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from benchmarks.timing import least_s, synchronize
 from ray_etc.actors import sharing
 from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.sums import as_integers
@@ -67,7 +68,7 @@ class Rank:
                     part.copy_(expected)
         else:
             self.spoil()
-        self._synchronize()
+        synchronize(self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -85,7 +86,7 @@ class Rank:
         """Overwrite everything, so that the next move has all to do again."""
         for buffer in self._buffers:
             buffer.fill_(255)
-        self._synchronize()
+        synchronize(self.device)
 
     def peak_nbytes(self) -> int:
         """The most that torch's allocator gave this process since `hold`, its state included."""
@@ -134,7 +135,7 @@ class Rank:
 
         group = self._group
         assert group is not None
-        self._synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         for each in plan.rounds:
             for index in range(max(map(len, (*each.sends.values(), *each.receives.values())), default=0)):
@@ -152,7 +153,7 @@ class Rank:
                 for peer, move in arriving.items():
                     into = slice_of(move, "dst")
                     into.copy_(buffers[peer].view(into.dtype).view(into.shape))
-        self._synchronize()
+        synchronize(self.device)
         return time.perf_counter() - start
 
     def copy_local(self, plan: RankPlan, source: RankLayout) -> float:
@@ -199,27 +200,13 @@ class Rank:
         into = torch.empty_like(out)
         group = self._group
         assert group is not None
-        return nbytes / self._best(lambda: group.exchange({peer: out}, {peer: into}, MOVE_S))
+        return nbytes / least_s(lambda: group.exchange({peer: out}, {peer: into}, MOVE_S), self.device, 6)
 
     def copy_rate(self, nbytes: int) -> float:
         """Bytes per second, counted once, of a copy within the device."""
         out = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
         into = torch.empty_like(out)
-        return nbytes / self._best(lambda: into.copy_(out))
-
-    def _best(self, action: Callable[[], Any], repeats: int = 6) -> float:
-        times = []
-        for _ in range(repeats):
-            self._synchronize()
-            start = time.perf_counter()
-            action()
-            self._synchronize()
-            times.append(time.perf_counter() - start)
-        return min(times[1:])
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        return nbytes / least_s(lambda: into.copy_(out), self.device, 6)
 
 
 class Trainer:

@@ -20,6 +20,7 @@ import torch
 from benchmarks.handover_driver import Case, best_plan
 from benchmarks.handover_ranks import CHUNK_NUMEL, MOVE_S, Rank, typed, with_truth
 from benchmarks.processes import Process, call_all, each_its_own, end_all
+from benchmarks.timing import synchronize
 from ray_etc.actors import sharing
 from ray_etc.actors.generation import Generation
 from ray_etc.actors.headroom import Headroom
@@ -73,7 +74,7 @@ class TightRank(Rank):
             for view, shard in zip(self._views, layout, strict=True):
                 for part, expected in truth_of(view, shard):
                     part.copy_(expected)
-        self._synchronize()
+        synchronize(self.device)
         shared = None if is_new else self._memory.share()
         self._memory.trim()
         return Entered(layout, shared, self._memory.allocations, self._derived)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.timing import least_s, synchronize
 from ray_etc.actors import sharing
 from ray_etc.actors.certificate import checksums
 from ray_etc.actors.errors import TransportError
@@ -35,7 +35,7 @@ class Process:
     def fill(self, nbytes: int, count: int) -> sharing.SharedMemory:
         buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device)
         self.views = list(buffer.view(count, -1).unbind(0))
-        self._synchronize()
+        synchronize(self.device)
         return sharing.share(self.views)
 
     def map(self, shared: sharing.SharedMemory) -> float:
@@ -45,7 +45,7 @@ class Process:
 
     def copy_out(self) -> dict[str, Any]:
         target = [torch.empty_like(view) for view in self.views]
-        seconds = self._best(lambda: [t.copy_(view) for t, view in zip(target, self.views, strict=True)])
+        seconds = least_s(lambda: [t.copy_(view) for t, view in zip(target, self.views, strict=True)], self.device, 4)
         nbytes = sum(view.numel() for view in self.views)
         same = (checksums(target) == checksums(self.views)).all()
         return {"gb_per_s": nbytes / seconds / 1e9, "same": bool(same)}
@@ -55,21 +55,6 @@ class Process:
 
     def unmap(self) -> None:
         self.views = []
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _best(self, action: Callable[[], Any], repeats: int = 4) -> float:
-        """The least time of several; the first, which loads modules, does not count."""
-        times = []
-        for _ in range(repeats):
-            self._synchronize()
-            start = time.perf_counter()
-            action()
-            self._synchronize()
-            times.append(time.perf_counter() - start)
-        return min(times[1:])
 
 
 class Rank(Process):
@@ -107,7 +92,8 @@ class Rank(Process):
         transport, peer = get_group(group), get_group(group).rank ^ 1
         out = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
         into = torch.empty_like(out)
-        return nbytes / self._best(lambda: transport.exchange({peer: out}, {peer: into}, 60.0)) / 1e9
+        seconds = least_s(lambda: transport.exchange({peer: out}, {peer: into}, 60.0), self.device, 4)
+        return nbytes / seconds / 1e9
 
     def slices(self, group: str, count: int, nbytes: int, is_packed: bool) -> float:
         """GB/s each way of `count` strided slices of `nbytes`: packed into one message, or one message each."""
@@ -125,7 +111,7 @@ class Rank(Process):
             for row_out, row_into in zip(source, target, strict=True):
                 transport.exchange({peer: row_out}, {peer: row_into}, 60.0)
 
-        return count * nbytes / self._best(packed if is_packed else one_by_one, 3) / 1e9
+        return count * nbytes / least_s(packed if is_packed else one_by_one, self.device, 3) / 1e9
 
     def wait_for_silent(self, group: str, timeout_s: float, abort_after_s: float | None = None) -> dict[str, Any]:
         """Receive from a peer that sends nothing: what comes of it, and whether this process is still of use."""
@@ -141,7 +127,7 @@ class Rank(Process):
             error = f"{type(caught).__name__}: {caught}"
         seconds = time.perf_counter() - start
         product = torch.randn(512, 512, device=self.device) @ torch.randn(512, 512, device=self.device)
-        self._synchronize()
+        synchronize(self.device)
         return {"seconds": seconds, "error": error, "device_usable": bool(torch.isfinite(product).all())}
 
     def _part(self, shard: Shard) -> torch.Tensor:
