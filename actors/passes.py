@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,8 @@ WIDTHS = (16, 4, 2, 1)
 """Bytes that the kernel loads at once; the largest that fits the memory of a job is taken."""
 MAX_UNITS = 2**31 - 2**16
 """Units of a job are counted in 32 bits."""
+TABLE_ALIGNMENT = 16
+"""Bytes; what Triton takes a pointer to be aligned to, where it is."""
 TICKET_CHUNKS = 16
 """Chunks that a program of a shared pass draws at once: 8 MiB, so that adding up its sums costs a sixteenth."""
 
@@ -48,7 +50,7 @@ class Job:
 
 
 class Pass:
-    """Jobs that are carried out together, in no order.
+    """Jobs that are carried out together, in no order. `load` makes it ready beforehand; else its first run does.
 
     Args:
         jobs: all of one form.
@@ -60,62 +62,106 @@ class Pass:
     def __init__(
         self, jobs: Sequence[Job], sums: torch.Tensor, share: float = 1.0, ticket: torch.Tensor | None = None
     ) -> None:
-        self._jobs = [job for job in jobs if job.ends[0].numel()]
-        self._sums = sums
-        self._launch = _Launch(self._jobs, sums, share, ticket) if self._jobs and sums.is_cuda else None
+        self.jobs = [job for job in jobs if job.ends[0].numel()]
+        self.sums, self.share, self.ticket = sums, share, ticket
+        self.launch: _Launch | None = None
+        """On GPUs, once loaded."""
 
     def __bool__(self) -> bool:
-        return bool(self._jobs)
+        return bool(self.jobs)
 
     def run(self) -> None:
         """On GPUs one launch on the current stream; on CPUs done when it returns."""
-        if self._launch is not None:
-            self._launch.start()
+        if self.sums.is_cuda:
+            if self.jobs:
+                self._loaded().start()
             return
-        for job in self._jobs:
+        for job in self.jobs:
             if job.source is not None and job.left is not None:
-                self._sums[job.left] += weighted_sum(job.source)
+                self.sums[job.left] += weighted_sum(job.source)
             if job.source is not None and job.destination is not None:
                 job.destination.copy_(job.source)
             if job.destination is not None and job.arrived is not None:
-                self._sums[job.arrived] += weighted_sum(job.destination)
+                self.sums[job.arrived] += weighted_sum(job.destination)
 
     def join(self) -> None:
         """Take over, on the current stream and the whole GPU, what a `run` on another has not begun; no-op on CPUs."""
-        if self._launch is not None:
-            self._launch.join()
+        if self.sums.is_cuda and self.jobs:
+            self._loaded().join()
+
+    def _loaded(self) -> _Launch:
+        if self.launch is None:
+            load([self])
+        assert self.launch is not None
+        return self.launch
+
+
+def load(passes: Iterable[Pass]) -> None:
+    """Make passes over one GPU ready: kernels compiled and loaded, all tables there by one copy; no-op on CPUs.
+
+    Each copy and each launch interrupts whoever trains on that GPU: two for every pass would be felt.
+    """
+    ready = [each for each in passes if each and each.sums.is_cuda]
+    if not ready:
+        return
+    described = [job_table(each.jobs) for each in ready]
+    tables = _upload(
+        [array for table, _ in described for array in (table, chunk_table(table))], ready[0].sums.device
+    )
+    for each, (_, dims), table, chunks in zip(ready, described, tables[::2], tables[1::2], strict=True):
+        each.launch = _Launch(each, dims, table, chunks)
+
+
+def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Each array on the device, flat and of its own type."""
+    sizes = [-(-array.nbytes // TABLE_ALIGNMENT) * TABLE_ALIGNMENT for array in arrays]
+    starts = np.cumsum([0, *sizes])
+    host = np.zeros(starts[-1], dtype=np.uint8)
+    for start, array in zip(starts[:-1], arrays, strict=True):
+        host[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = torch.from_numpy(host).to(device)
+    return [
+        there[start : start + array.nbytes].view(getattr(torch, str(array.dtype)))
+        for start, array in zip(starts[:-1], arrays, strict=True)
+    ]
 
 
 class _Launch:
-    """The kernel with its tables on the GPU; compiled and loaded when this is made."""
+    """A pass's kernel with its tables on the GPU."""
 
-    def __init__(self, jobs: Sequence[Job], sums: torch.Tensor, share: float, ticket: torch.Tensor | None) -> None:
+    def __init__(self, of: Pass, dims: int, table: torch.Tensor, chunks: torch.Tensor) -> None:
         from ray_etc.actors.kernels.tiles import (
             WARPS,
             copy_and_sum,
         )  # needs triton, which only comes with torch for GPUs
 
-        device = sums.device
-        table, dims = job_table(jobs)
-        chunks = chunk_table(table)
-        [form] = {job.form for job in jobs}
+        [form] = {job.form for job in of.jobs}
         constants = {
             "DIMS": dims,
             **dict(zip(("COPY", "LEFT", "ARRIVED"), form, strict=True)),
-            "TICKETS": ticket is not None,
+            "TICKETS": of.ticket is not None,
             "num_warps": WARPS,
         }
-        tables = torch.from_numpy(table).to(device), torch.from_numpy(chunks).to(device)
+        device, chunk_count = of.sums.device, len(chunks) // 2
         processors = torch.cuda.get_device_properties(device).multi_processor_count
 
         def kernel(share: float, chunk_count: int, ticket_count: int) -> None:
-            programs = min(len(chunks), max(1, round(share * processors)))
-            copy_and_sum[(programs,)](*tables, chunk_count, ticket, ticket_count, sums, **constants)
+            programs = min(max(chunk_count, 1), max(1, round(share * processors)))
+            copy_and_sum[(programs,)](table, chunks, chunk_count, of.ticket, ticket_count, of.sums, **constants)
 
-        ticket_count = -(-len(chunks) // TICKET_CHUNKS)
-        kernel(share, 0, 0)
-        self.start = partial(kernel, share, len(chunks), ticket_count)
-        self.join = partial(kernel, 1.0, len(chunks), ticket_count)
+        # Triton compiles anew for pointers that are not aligned.
+        aligned = tuple(each is not None and each.data_ptr() % TABLE_ALIGNMENT == 0 for each in (of.sums, of.ticket))
+        variant = (device, aligned, tuple(constants.items()))
+        if variant not in _LOADED:
+            kernel(of.share, 0, 0)
+            _LOADED.add(variant)
+        ticket_count = -(-chunk_count // TICKET_CHUNKS)
+        self.start = partial(kernel, of.share, chunk_count, ticket_count)
+        self.join = partial(kernel, 1.0, chunk_count, ticket_count)
+
+
+_LOADED: set[tuple[object, ...]] = set()
+"""Variants of the kernel that this process has compiled and loaded."""
 
 
 def job_table(jobs: Sequence[Job]) -> tuple[np.ndarray, int]:

@@ -10,7 +10,7 @@ import torch
 from ray_etc.actors import sharing
 from ray_etc.actors.memory import StateMemory
 from ray_etc.actors.mover import Mover, MoveReport
-from ray_etc.actors.passes import Job, Pass
+from ray_etc.actors.passes import Job, Pass, load
 from ray_etc.actors.sums import as_integers
 from ray_etc.actors.transports.base import Transport
 from ray_etc.planners.layout import RankLayout
@@ -108,15 +108,15 @@ def warm_up(device: torch.device) -> None:
     cube, twin = (torch.zeros(4, 4, 4, dtype=torch.int32, device=device) for _ in range(2))
     for part in (slice(None), slice(None), slice(None)), (slice(None), 0, slice(None)), (slice(2),) * 3:
         source, target = cube[part], twin[part]
-        Pass([Job(source, target, left=0, arrived=1)], sums, ticket=ticket)
-        for job in (
-            Job(source, target, left=0, arrived=1),
+        both = Job(source, target, left=0, arrived=1)
+        others = (
+            both,
             Job(source, target, left=0),
             Job(source, target, arrived=1),
             Job(source, None, left=0),
             Job(None, target, arrived=1),
-        ):
-            Pass([job], sums)
+        )
+        load([Pass([both], sums, ticket=ticket), *(Pass([job], sums) for job in others)])
     torch.cuda.current_stream(device).synchronize()
 
 

@@ -119,6 +119,9 @@ def release(storage: torch.UntypedStorage, handle: HostHandle | CudaHandle) -> N
     On GPUs the storage is empty then, and torch's allocator has its memory. On CPUs its bytes read as zeros.
     """
     if isinstance(handle, CudaHandle):
+        # torch keeps what it shared for a reader to come, until one has been there: say that none will.
+        counter, offset, device = (handle.arguments[number] for number in (11, 12, 6))
+        storage._release_ipc_counter(counter, offset, device=device)
         storage.resize_(0)
     elif handle.nbytes and _LIBC.fallocate(handle.descriptor, _PUNCH_HOLE, _OFFSET(0), _OFFSET(handle.nbytes)):
         raise OSError(ctypes.get_errno(), f"cannot release {handle.nbytes} bytes of shared memory")

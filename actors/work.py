@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ray_etc.actors.passes import Job, Pass
+from ray_etc.actors.passes import Job, Pass, load
 from ray_etc.actors.sums import with_sizes
 from ray_etc.planners.plan import Move, RankPlan
 
@@ -112,6 +112,12 @@ class Work:
             for index, messages in enumerate(plan.rounds)
             for slot in [index % buffer_count]
         ]
+        load(
+            [
+                *(self.local, self.local_arrived),
+                *(part for each in self.rounds for part in (each.pack, each.direct, each.unpack, each.arrived)),
+            ]
+        )
 
     def fetch_sums(self) -> dict[tuple[str, int, int], np.ndarray]:
         """The checksum of each slice as uint64, in the order of the plan, by ("left" or "arrived", round, peer).

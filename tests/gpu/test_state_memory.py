@@ -1,4 +1,4 @@
-"""A model is built on a GPU without room for it, emptied, and made again as ordinary memory."""
+"""The memory of a rank that comes and goes on a GPU, and a model that is built without room for it."""
 
 from __future__ import annotations
 
@@ -39,3 +39,14 @@ def test_built_emptied_and_made_again() -> None:
     assert float((weights[0] @ weights[0]).cpu()) == 4.0 * weights[0].numel()
     assert not weights[1].any()
     assert table.sum().item() == 499500
+
+
+def test_released_although_nobody_ever_mapped_it() -> None:
+    views = [torch.ones(2 * GIB // 4, device="cuda") for _ in range(2)]
+    memory = StateMemory(views)
+    memory.share()
+    before, _ = torch.cuda.mem_get_info()
+    memory.release([0])
+    after, _ = torch.cuda.mem_get_info()
+    assert after - before == 2 * GIB
+    assert views[1].all()
