@@ -105,9 +105,7 @@ def load(passes: Iterable[Pass]) -> None:
     if not ready:
         return
     described = [job_table(each.jobs) for each in ready]
-    tables = _upload(
-        [array for table, _ in described for array in (table, chunk_table(table))], ready[0].sums.device
-    )
+    tables = _upload([array for table, _ in described for array in (table, chunk_table(table))], ready[0].sums.device)
     for each, (_, dims), table, chunks in zip(ready, described, tables[::2], tables[1::2], strict=True):
         each.launch = _Launch(each, dims, table, chunks)
 
@@ -135,28 +133,30 @@ class _Launch:
             copy_and_sum,
         )  # needs triton, which only comes with torch for GPUs
 
+        # No reference to the pass: in a cycle with it, memory would stay mapped until Python collects garbage.
+        sums, ticket, share = of.sums, of.ticket, of.share
         [form] = {job.form for job in of.jobs}
         constants = {
             "DIMS": dims,
             **dict(zip(("COPY", "LEFT", "ARRIVED"), form, strict=True)),
-            "TICKETS": of.ticket is not None,
+            "TICKETS": ticket is not None,
             "num_warps": WARPS,
         }
-        device, chunk_count = of.sums.device, len(chunks) // 2
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        chunk_count = len(chunks) // 2
+        processors = torch.cuda.get_device_properties(sums.device).multi_processor_count
 
         def kernel(share: float, chunk_count: int, ticket_count: int) -> None:
             programs = min(max(chunk_count, 1), max(1, round(share * processors)))
-            copy_and_sum[(programs,)](table, chunks, chunk_count, of.ticket, ticket_count, of.sums, **constants)
+            copy_and_sum[(programs,)](table, chunks, chunk_count, ticket, ticket_count, sums, **constants)
 
         # Triton compiles anew for pointers that are not aligned.
-        aligned = tuple(each is not None and each.data_ptr() % TABLE_ALIGNMENT == 0 for each in (of.sums, of.ticket))
-        variant = (device, aligned, tuple(constants.items()))
+        aligned = tuple(each is not None and each.data_ptr() % TABLE_ALIGNMENT == 0 for each in (sums, ticket))
+        variant = (sums.device, aligned, tuple(constants.items()))
         if variant not in _LOADED:
-            kernel(of.share, 0, 0)
+            kernel(share, 0, 0)
             _LOADED.add(variant)
         ticket_count = -(-chunk_count // TICKET_CHUNKS)
-        self.start = partial(kernel, of.share, chunk_count, ticket_count)
+        self.start = partial(kernel, share, chunk_count, ticket_count)
         self.join = partial(kernel, 1.0, chunk_count, ticket_count)
 
 
