@@ -334,7 +334,8 @@ class Rank:
             store=dist.PrefixStore("world", self._store),
             rank=rank,
             world_size=world_size,
-            device_id=torch.device("cuda", 0) if torch.cuda.is_available() else None,
+            # No device_id: with it torch would make a communicator for each of Megatron's twenty groups at once, used
+            # or not, which costs a training beside it more than the rest of the shadow.
         )
 
 

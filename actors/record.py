@@ -17,7 +17,8 @@ class ResizeRecord:
     """One resize, from the decision to the first step after it.
 
     Times are in seconds, moments in Unix time. `pause_s` runs from the end of the last step of the old generation
-    to the start of the first step of the new one; `phases` holds how long each part took. `error` says why a resize
+    to the start of the first step of the new one; `phases` holds how long each part took, `phases_began_at` when each
+    began first. `error` says why a resize
     was given up; training then went on in the old generation, or a recovery was tried again.
 
     `memory_mode` is "safe" where the old state stays whole until the commit, else "tight": it is released phase by
@@ -39,6 +40,7 @@ class ResizeRecord:
     nbytes_peak_predicted: int = 0
     nbytes_peak: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
+    phases_began_at: dict[str, float] = field(default_factory=dict)
     paused_at: float | None = None
     pause_s: float | None = None
     certified: bool = False
@@ -53,6 +55,7 @@ class ResizeRecord:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time spent inside to `phases[name]`."""
+        self.phases_began_at.setdefault(name, time.time())
         start = time.monotonic()
         try:
             yield
@@ -74,6 +77,7 @@ class ResizeRecord:
             "nbytes_peak": self.nbytes_peak,
             "pause_s": self.pause_s,
             "phases": dict(self.phases),
+            "phases_began_at": dict(self.phases_began_at),
             "certified": self.certified,
             "next_step": self.next_step,
             "deadline": self.deadline,

@@ -131,10 +131,12 @@ def share_storage(storage: torch.UntypedStorage) -> HostHandle | CudaHandle:
     """A handle on one storage. On GPUs only once: torch keeps what it shared until each sharing was opened and shut."""
     if storage.device.type == "cuda":
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        # Sharing records an event on the current stream, which the reader waits for. The default stream of a process
-        # that is stuck in a collective never gets there, and would take the reader with it.
+        # Sharing records an event on the current stream. The default stream of a process that is stuck in a collective
+        # never gets there.
         with torch.cuda.stream(torch.cuda.Stream(storage.device)):
-            return CudaHandle(reductions.reduce_tensor(whole)[1])
+            *arguments, _ = reductions.reduce_tensor(whole)[1]
+        # Readers need not wait for that event, one a storage: what they read is written later, and waited for.
+        return CudaHandle((*arguments, False))
     if storage.nbytes() == 0:
         return HostHandle(os.getpid(), -1, (0, 0), 0)
     descriptor, nbytes = storage._share_fd_cpu_()

@@ -67,6 +67,7 @@ def shadow(before: Sequence[Step], beside: Sequence[Step]) -> dict[str, Any]:
         "step_before_s": statistics.mean(alone),
         "step_beside_shadow_s": statistics.mean(slowed),
         "step_beside_shadow_max_s": max(slowed),
+        "steps_beside_shadow": [[step.started_at, step.seconds] for step in beside],
         "shadow_slowdown": statistics.mean(slowed) / statistics.mean(alone) - 1.0,
     }
 

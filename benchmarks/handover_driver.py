@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -26,7 +26,7 @@ from ray_etc.planners.zoo import ModelShape
 RESERVED_NBYTES = 3 * 2**30
 """Of a GPU's memory: two CUDA contexts, a communicator, and what checking the bytes takes."""
 ALONE_S = 3.0
-"""How long the old generation trains alone before the new one starts."""
+"""How long the old generation trains alone before the new one starts, and beside it once it is ready and waits."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Generations:
     def __init__(self, case: Case, plan: MigrationPlan, use_cpu: bool, direct_nbytes: int) -> None:
         self.case, self.plan, self.use_cpu, self.direct_nbytes = case, plan, use_cpu, direct_nbytes
         self.phases: dict[str, float] = {}
-        """When each part of `start_new` began, on this host's clock."""
+        """When each part of `start_new` began, and when all was ready, on this host's clock."""
         self.old = self._start(plan.source)
         # Beside a training that is measured the new processes start in the shadow; else at once, to save time.
         self.new: dict[int, Process] = {} if case.trains else self._start(plan.target)
@@ -92,19 +92,16 @@ class Generations:
         opened = each_its_own(members, "open", [(group, rank, len(members)) for rank in range(len(members))])
         call_all(members, "connect", opened[0])
         self.phases["prepare"] = time.monotonic()
-        return max(
-            each_its_own(
-                members,
-                "prepare",
-                [
-                    (
-                        *(plan.for_rank(slot), plan.source[slot]),
-                        *(self.shared.get(slot) if slot in self.new else None, slot in self.new, self.direct_nbytes),
-                    )
-                    for slot in range(len(members))
-                ],
+        parts = [
+            (
+                *(plan.for_rank(slot), plan.source[slot]),
+                *(self.shared.get(slot) if slot in self.new else None, slot in self.new, self.direct_nbytes),
             )
-        )
+            for slot in range(len(members))
+        ]
+        staging_nbytes = max(each_its_own(members, "prepare", parts))
+        self.phases["ready"] = time.monotonic()
+        return staging_nbytes
 
     def move(self) -> dict[str, Any]:
         """Move, and compare both ends' checksums; seconds, and what each rank reports."""
@@ -149,6 +146,7 @@ def measure(case: Case, plan: MigrationPlan, generations: Generations, rates: di
     staging_nbytes = generations.start_new()
     new = list(generations.new.values())
     if case.trains:
+        time.sleep(ALONE_S)
         ended_at = max(call_all(old, "pause"))
         runs = [generations.move()]
         result["pause_s"] = max(call_all(new, "begin")) - ended_at
@@ -218,16 +216,24 @@ def figures(
 
 
 def shadow(step_times: Sequence[Sequence[tuple[float, float]]], phases: dict[str, float]) -> dict[str, Any]:
-    """Step time of the old generation alone, and while the new one starts beside it: over all, and in each phase."""
-    began = min(phases.values())
-    alone_s = statistics.mean(seconds for steps in step_times for end, seconds in steps[1:] if end < began)
-    beside = [(end - seconds, seconds) for steps in step_times for end, seconds in steps if end - seconds > began]
+    """Step time of the old generation while the new one starts beside it: over all, and in each phase.
+
+    Against that before and after, since a GPU that gets warm gets slower by itself.
+    """
+    began, ready = phases["start"], phases["ready"]
+    before = [seconds for steps in step_times for end, seconds in steps[1:] if end < began]
+    after = [seconds for steps in step_times for end, seconds in steps if end - seconds > ready]
+    alone_s = (statistics.mean(before) + statistics.mean(after)) / 2
+    starts = [(end - seconds, seconds) for steps in step_times for end, seconds in steps]
+    beside = [(start, seconds) for start, seconds in starts if began < start < ready]
     beside_s = statistics.mean(seconds for _, seconds in beside)
     by_phase: dict[str, list[float]] = {phase: [] for phase in phases}
     for start, seconds in beside:
         by_phase[max((at, phase) for phase, at in phases.items() if at < start)[1]].append(seconds)
     return {
         "step_alone_s": alone_s,
+        "step_before_s": statistics.mean(before),
+        "step_after_s": statistics.mean(after),
         "step_beside_shadow_s": beside_s,
         "step_beside_shadow_max_s": max(seconds for _, seconds in beside),
         "shadow_slowdown": beside_s / alone_s - 1.0,
@@ -263,10 +269,12 @@ def predicted_peaks(plan: MigrationPlan) -> list[int]:
     return peaks
 
 
-def start_rank(slot: int, use_cpu: bool, slots: int = 2) -> Process:
-    """On the GPU of its slot; where slots share a GPU, as if on a host of its own."""
+def start_rank(slot: int, use_cpu: bool, slots: int = 2, more: Mapping[str, str] | None = None) -> Process:
+    """On the GPU of its slot; where slots share a GPU, as if on a host of its own. `more` is for its environment."""
     gpus = torch.cuda.device_count()
-    environment = {"NCCL_SOCKET_IFNAME": "lo", **({"NCCL_HOSTID": f"slot{slot}"} if gpus < slots else {})}
+    environment = {"NCCL_SOCKET_IFNAME": "lo", **(more or {})}
+    if gpus < slots:
+        environment["NCCL_HOSTID"] = f"slot{slot}"
     return Process(Rank, None if use_cpu else slot % gpus, environment=environment)
 
 

@@ -11,6 +11,9 @@ from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.zoo import ModelShape
 
+SOCKETS = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"}
+"""Connections to each peer, for both ways of sending; by default NCCL makes one."""
+
 
 def slow_network(model: ModelShape, use_cpu: bool, staging_nbytes: int) -> dict[str, Any]:
     """TP4 DP2 to TP8, packed, against one message a slice."""
@@ -19,7 +22,7 @@ def slow_network(model: ModelShape, use_cpu: bool, staging_nbytes: int) -> dict[
     plan = make_plan(
         dict(enumerate(source)), dict(enumerate(target)), dict.fromkeys(range(8), "node"), staging_nbytes=staging_nbytes
     )
-    old, new = ([start_rank(slot, use_cpu, 8) for slot in range(8)] for _ in range(2))
+    old, new = ([start_rank(slot, use_cpu, 8, SOCKETS) for slot in range(8)] for _ in range(2))
     try:
         shared = each_its_own(old, "hold", [(layout, True) for layout in plan.source])
         each_its_own(new, "hold", [(layout, False) for layout in plan.target])
@@ -42,6 +45,7 @@ def slow_network(model: ModelShape, use_cpu: bool, staging_nbytes: int) -> dict[
         end_all([*new, *old])
     return {
         "is_right": all(right),
+        "environment": SOCKETS,
         "nbytes_wire": plan.nbytes_wire,
         "slices": sum(map(len, plan.rounds)),
         "rounds": len(plan.rounds),

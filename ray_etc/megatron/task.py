@@ -50,7 +50,11 @@ class Task:
         self._positions = context_positions(config.sequence_length, self._parts, rank).to(self._device)
 
     def train_step(self) -> dict[str, Any]:
-        """Train on the next global batch.
+        """Train on the next global batch; see `train_on`."""
+        return self.train_on(get_num_microbatches())
+
+    def train_on(self, micro_batch_count: int) -> dict[str, Any]:
+        """Train on the first micro-batches of each replica's part of the next global batch: few for a rehearsal.
 
         Returns:
             `loss`: the mean over the global batch, the same number on every rank; `grad_norm`, before clipping;
@@ -65,7 +69,7 @@ class Task:
             forward_step_func=self._forward,
             data_iterator=self._iterators(sample_ids),
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=get_num_microbatches(),
+            num_microbatches=micro_batch_count,
             seq_length=self.config.sequence_length,
             micro_batch_size=self.batch.micro_batch_size,
             forward_only=False,

@@ -11,6 +11,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.megatron.task import Task
@@ -43,7 +44,8 @@ def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
     for view in task.state.views():
         view.detach().zero_()
     task.loader.consumed_samples = about_step * task.batch.global_batch_size
-    metrics = task.train_step()
+    # As few as every stage of a pipeline needs for its work: the others would load nothing that is not there.
+    metrics = task.train_on(min(parallel.pipeline_parallel, get_num_microbatches()))
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
         raise RuntimeError(
             f"the warm-up step on weights of zero made {metrics}: it would spoil the vocabulary's padding"
