@@ -24,44 +24,28 @@ from typing import Any
 import torch
 
 from benchmarks.handover_baselines import measure_baselines
+from benchmarks.handover_cases import TINY, cases_for, mesh, model_for
 from benchmarks.handover_driver import Case, measure_rates, run_case
 from benchmarks.handover_ranks import MIB
 from benchmarks.handover_slow import slow_network
 from benchmarks.handover_tight import headroom_case, run_tight, tight_cases
 from benchmarks.provenance import provenance
-from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.zoo import ZOO, ModelShape
-
-TINY = ModelShape(4, 64, 96, 4, 4, 128, kv_channels=16)
-
-
-def cases(model: ModelShape, half: ModelShape) -> list[Case]:
-    """Those that hold the old state beside the new one on two GPUs of 141 GB; `half` where 7B would not fit."""
-
-    def parallel(tensor: int, pipeline: int, data: int, zero: bool) -> ParallelConfig:
-        return ParallelConfig(tensor, pipeline, data, distributed_optimizer=zero)
-
-    return [
-        Case("tp1_dp2_to_tp2.distributed", model, parallel(1, 1, 2, True), parallel(2, 1, 1, True), trains=True),
-        Case("tp1_dp2_to_tp2.plain", model, parallel(1, 1, 2, False), parallel(2, 1, 1, False)),
-        Case("tp2_to_pp2", model, parallel(2, 1, 1, False), parallel(1, 2, 1, False)),
-        Case("pp2_to_tp1_dp2.distributed", model, parallel(1, 2, 1, True), parallel(1, 1, 2, True)),
-        Case("pp2_to_tp1_dp2.plain", model, parallel(1, 2, 1, False), parallel(1, 1, 2, False)),
-        Case("2_to_1_gpus.tp2_to_tp1", model, parallel(2, 1, 1, False), parallel(1, 1, 1, False)),
-        Case("1_to_2_gpus.tp1_to_tp2", model, parallel(1, 1, 1, False), parallel(2, 1, 1, False)),
-        Case("2_to_1_gpus.dp2_half_depth.distributed", half, parallel(1, 1, 2, True), parallel(1, 1, 1, True)),
-        Case("1_to_2_gpus.dp2_half_depth.distributed", half, parallel(1, 1, 1, True), parallel(1, 1, 2, True)),
-        Case("1_to_2_gpus.dp2_half_depth.plain", half, parallel(1, 1, 1, False), parallel(1, 1, 2, False)),
-    ]
+from ray_etc.planners.zoo import ModelShape
 
 
 def against_baselines(
-    model: ModelShape, rates: dict[str, float], use_cpu: bool, scratch: Path, staging_nbytes: int, direct_nbytes: int
+    model: ModelShape,
+    slots: int,
+    rates: dict[str, float],
+    use_cpu: bool,
+    scratch: Path,
+    staging_nbytes: int,
+    direct_nbytes: int,
 ) -> dict[str, Any]:
     """Checkpoints of a state, and the handover of the same state."""
-    parallel = ParallelConfig(1, 1, 2), ParallelConfig(2, 1, 1)
-    moved = run_case(Case("baseline_state", model, *parallel), rates, use_cpu, staging_nbytes, direct_nbytes)
-    result = measure_baselines(model.tensors(), scratch, 0 if use_cpu else torch.cuda.device_count())
+    case = Case("baseline_state", model, mesh(dp=slots), mesh(tp=slots))
+    moved = run_case(case, rates, use_cpu, staging_nbytes, direct_nbytes)
+    result = measure_baselines(model.tensors(), scratch, 0 if use_cpu else torch.cuda.device_count(), slots)
     result["checkpoint_s"] = {name: each["checkpoint_s"] for name, each in result.items() if isinstance(each, dict)}
     result["handover"] = moved
     result["fastest_checkpoint_over_handover"] = min(result["checkpoint_s"].values()) / moved["handover_s"]
@@ -71,8 +55,9 @@ def against_baselines(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="ETC_GLOO and a tiny model")
+    parser.add_argument("--slots", type=int, help="2, 4 or 8; as many as there are GPUs by default, 2 with --cpu")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--layers", type=int, default=32, help="of the model; an even number")
+    parser.add_argument("--layers", type=int, help="at most so many in every model; an even number")
     parser.add_argument("--staging-mib", type=int, default=512, help="bytes that a rank sends in one round, in MiB")
     parser.add_argument("--direct-mib", type=int, default=512, help="slices of this size go without packing, in MiB")
     parser.add_argument("--baseline-layers", type=int, default=4, help="of a state that is checkpointed too; 0: none")
@@ -83,9 +68,11 @@ def main() -> int:
     if not arguments.cpu and not torch.cuda.is_available():
         parser.error("this needs GPUs: use --cpu to try the script")
     result: dict[str, Any] = provenance("benchmarks.handover")
-    model = TINY if arguments.cpu else replace(ZOO["llama2-7b"], num_layers=arguments.layers)
-    half = TINY if arguments.cpu else replace(model, num_layers=arguments.layers // 2)
+    slots = arguments.slots or (2 if arguments.cpu else max(2, torch.cuda.device_count()))
+    model_named = partial(model_for, layers=arguments.layers, is_tiny=arguments.cpu)
+    model = model_named("llama2-7b")
     result["model"] = f"llama2-7b with {model.num_layers} layers, {model.num_parameters} parameters"
+    result["slots"] = slots
 
     def keep(name: str, value: Any) -> None:
         """After each part, so that a run that is cut short is not lost."""
@@ -94,7 +81,7 @@ def main() -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
-    rates = measure_rates(arguments.cpu)
+    rates = measure_rates(arguments.cpu, slots)
     keep("rates", rates)
     unit = 1024 if arguments.cpu else MIB
     sizes = (arguments.staging_mib * unit, arguments.direct_mib * unit)
@@ -109,19 +96,20 @@ def main() -> int:
             done.append({"case": case.name, "error": f"{type(error).__name__}: {error}", "is_right": False})
         keep("cases", done)
 
-    for case in cases(model, half):
+    for case in cases_for(slots, model_named):
         measure(case, partial(run_case, case, rates, arguments.cpu, *sizes))
     for case in tight_cases(model):
         measure(case, partial(run_tight, case, arguments.cpu, sizes[0]))
     headroom = headroom_case(model, arguments.cpu)
     measure(headroom, partial(run_tight, headroom, arguments.cpu, sizes[0], fills=True))
     if arguments.slow_layers:
-        shallow = TINY if arguments.cpu else ModelShape(arguments.slow_layers, 512, 1408, 8, 8, 4096, kv_channels=64)
+        deep = ModelShape(arguments.slow_layers, 512, 1408, 8, 8, 4096, kv_channels=64)
+        shallow = TINY if arguments.cpu else deep
         keep("eight_ranks_over_sockets", slow_network(shallow, arguments.cpu, sizes[0]))
     if arguments.baseline_layers:
         shallow = TINY if arguments.cpu else replace(model, num_layers=arguments.baseline_layers)
-        keep("baselines", against_baselines(shallow, rates, arguments.cpu, arguments.scratch, *sizes))
-    keep("rates_after", measure_rates(arguments.cpu))
+        keep("baselines", against_baselines(shallow, slots, rates, arguments.cpu, arguments.scratch, *sizes))
+    keep("rates_after", measure_rates(arguments.cpu, slots))
     checked = [*done, result.get("eight_ranks_over_sockets", {})]
     keep("ok", all(each.get("is_right", True) for each in checked))
     return 0 if result["ok"] else 1

@@ -1,6 +1,7 @@
-"""What a handover replaces: checkpoints of the same state, saved under TP1 DP2 with ZeRO-1 and loaded under TP2.
+"""What a handover replaces: checkpoints of the same state, saved under data parallelism with ZeRO-1 and loaded under
+tensor parallelism, by as many ranks.
 
-Optimizer state is held by equal parts of rows on two ranks, weights twice; it is loaded by tensor-parallel parts. The
+Optimizer state is held by equal parts of rows, weights by every rank; it is loaded by tensor-parallel parts. The
 files are in memory where the folder is. Everything is done twice, and the second time counts: the first has the
 machine find memory for the files.
 """
@@ -23,21 +24,20 @@ from benchmarks import checkpoints
 from benchmarks.processes import Process, call_all, each_its_own, end_all
 from ray_etc.planners.layout import TensorSpec
 
-WORLD = 2
-
 
 class CheckpointRank:
     """One rank of the training that saves, and of the one that loads."""
 
-    def __init__(self, gpu: int | None) -> None:
+    def __init__(self, gpu: int | None, world: int) -> None:
+        self._world = world
         self._device = "cpu" if gpu is None else "cuda"
         if gpu is not None:
             torch.cuda.set_device(gpu)
 
     def join(self, rank: int, store: str) -> None:
         """Gloo for what checkpoints tell each other: no tensor travels between ranks."""
-        dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
-        self._mesh = init_device_mesh(self._device, (WORLD,))
+        dist.init_process_group("gloo", store=dist.FileStore(store, self._world), rank=rank, world_size=self._world)
+        self._mesh = init_device_mesh(self._device, (self._world,))
         self._rank = rank
 
     def make(self, tensors: Sequence[TensorSpec]) -> int:
@@ -88,7 +88,7 @@ class CheckpointRank:
         whole = torch.arange(rows, device=self._device).view(-1, *[1] * len(rest)) % 251
         if rest:
             whole = whole + torch.arange(rest[0], device=self._device) % 127
-        part = whole.chunk(WORLD, placement.dim)[self._rank] if isinstance(placement, ShardDim) else whole
+        part = whole.chunk(self._world, placement.dim)[self._rank] if isinstance(placement, ShardDim) else whole
         return part.to(dtype).contiguous()
 
     def _source(self, tensor: TensorSpec) -> Placement:
@@ -108,13 +108,13 @@ class CheckpointRank:
         return time.perf_counter() - start
 
 
-def measure_baselines(tensors: Sequence[TensorSpec], scratch: Path, gpus: int) -> dict[str, Any]:
+def measure_baselines(tensors: Sequence[TensorSpec], scratch: Path, gpus: int, world: int) -> dict[str, Any]:
     """Seconds of each checkpoint's parts, the slower rank's, and whether every element came back."""
-    ranks = [Process(CheckpointRank, rank % gpus if gpus else None) for rank in range(WORLD)]
+    ranks = [Process(CheckpointRank, rank % gpus if gpus else None, world) for rank in range(world)]
     folder = scratch / "ray_etc-baselines"
     folder.mkdir()
     try:
-        each_its_own(ranks, "join", [(rank, str(folder / "store")) for rank in range(WORLD)])
+        each_its_own(ranks, "join", [(rank, str(folder / "store")) for rank in range(world)])
         result: dict[str, Any] = {"state_bytes": call_all(ranks, "make", list(tensors))[0], "folder": str(scratch)}
         for name, saves, loads in (
             ("dcp", "dcp_save", "dcp_load"),

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.links import Links
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
+from ray_etc.planners.placement import place
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.zoo import ModelShape
 
@@ -50,16 +50,15 @@ class Case:
         return source, target
 
 
-def best_plan(case: Case, staging_nbytes: int) -> MigrationPlan:
-    """The plan under the placement of new ranks on slots that moves least."""
+def plan_of(case: Case, staging_nbytes: int) -> MigrationPlan:
+    """As a run would make it: new ranks where most of their state is, and the last slots leave or join."""
     source, target = case.layouts()
-    slots = range(max(len(source), len(target)))
-    nodes = dict.fromkeys(slots, "node")
-    plans = [
-        make_plan(dict(enumerate(source)), dict(zip(order, target, strict=True)), nodes, staging_nbytes=staging_nbytes)
-        for order in permutations(slots, len(target))
-    ]
-    return min(plans, key=lambda plan: plan.nbytes_wire)
+    nodes = dict.fromkeys(range(max(len(source), len(target))), "node")
+    usable = {slot: nodes[slot] for slot in nodes if slot < len(target) or len(target) > len(source)}
+    held = dict(enumerate(source))
+    chosen = place(case.model.tensors(case.target.pipeline_parallel), held, case.target, usable).slot_of_rank
+    placed = dict(zip(chosen, target, strict=True))
+    return make_plan(held, placed, nodes, staging_nbytes=staging_nbytes, usable=usable)
 
 
 class Generations:
@@ -76,7 +75,8 @@ class Generations:
         self.shared = dict(zip(self.old, held, strict=True))
 
     def _start(self, layouts: Iterable[RankLayout]) -> dict[int, Process]:
-        return {slot: start_rank(slot, self.use_cpu) for slot, layout in enumerate(layouts) if layout}
+        slots = len(self.plan.slots)
+        return {slot: start_rank(slot, self.use_cpu, slots) for slot, layout in enumerate(layouts) if layout}
 
     @property
     def members(self) -> list[Process]:
@@ -122,7 +122,7 @@ class Generations:
 
 def run_case(case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes: int, direct_nbytes: int) -> Any:
     started = time.monotonic()
-    plan = best_plan(case, staging_nbytes)
+    plan = plan_of(case, staging_nbytes)
     plan.check()
     if not use_cpu:
         gpus = torch.cuda.device_count()
@@ -195,6 +195,7 @@ def figures(
     way = max(max(each.nbytes_sent, each.nbytes_received) for each in reports)
     local = max(each.nbytes_local for each in reports)
     bound = plan.nbytes_lower_bound
+    facts = facts_of(plan, links_of(rates))
     on_gpus_s = max(max(each.wire_s, each.local_s) + each.certify_s for each in reports)
     return {
         "nbytes_wire": plan.nbytes_wire,
@@ -206,7 +207,8 @@ def figures(
         "handover_first_s": first["handover_s"],
         "handover_runs_s": [run["handover_s"] for run in runs],
         "handover_on_gpus_s": on_gpus_s,
-        "handover_s_predicted": facts_of(plan, links_of(rates)).seconds.total,
+        "handover_s_predicted": facts.seconds.total,
+        "busiest_link_bytes": facts.busiest_link_nbytes,
         "floor_s": max(way / rates["line_bytes_per_s"], local / rates["copy_bytes_per_s"]),
         "wire_s": wire_s,
         "local_s": local_s,
@@ -289,14 +291,14 @@ def start_rank(slot: int, use_cpu: bool, slots: int = 2, more: Mapping[str, str]
     return Process(Rank, None if use_cpu else slot % gpus, environment=environment)
 
 
-def measure_rates(use_cpu: bool) -> dict[str, float]:
-    """The line rate both ways at once and the copy rate, by processes that hold nothing else."""
-    nbytes = (4 if use_cpu else 4096 if torch.cuda.device_count() > 1 else 256) * MIB
-    ranks = [start_rank(slot, use_cpu) for slot in range(2)]
+def measure_rates(use_cpu: bool, slots: int = 2) -> dict[str, float]:
+    """The line rate, all pairs of slots both ways at once, and the copy rate, by processes that hold nothing else."""
+    nbytes = (4 if use_cpu else 4096 if torch.cuda.device_count() >= slots else 256) * MIB
+    ranks = [start_rank(slot, use_cpu, slots) for slot in range(slots)]
     try:
-        opened = each_its_own(ranks, "open", [("rates", rank, 2) for rank in range(2)])
+        opened = each_its_own(ranks, "open", [("rates", rank, slots) for rank in range(slots)])
         call_all(ranks, "connect", opened[0])
-        line = min(each_its_own(ranks, "line_rate", [(nbytes, 1 - rank) for rank in range(2)]))
+        line = min(each_its_own(ranks, "line_rate", [(nbytes, rank ^ 1) for rank in range(slots)]))
         copy = min([*call_all(ranks[:1], "copy_rate", (4 if use_cpu else 8192) * MIB)])
         call_all(ranks, "close")
     finally:

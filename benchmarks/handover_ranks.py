@@ -242,22 +242,30 @@ def typed(octets: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def with_truth(view: torch.Tensor, shard: Shard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a view as integers, each with the bytes that belong there: products of a row's and a column's number."""
+    """Parts of a view as integers, each with the bytes that belong there: products of a row's and a column's number.
+
+    Columns are counted along the last dim, rows over all before it; of a vector every element is a row.
+    """
     integers = as_integers(view)
     if not integers.numel():
         return
-    box = shard.box if len(shard.box.lengths) == 2 else Box((*shard.box.offsets, 0), (*shard.box.lengths, 1))
-    integers = integers.view(box.lengths)
-    (first_row, first_column), (row_count, column_count) = box.offsets, box.lengths
-    columns = _numbers(shard.tensor, 1, first_column, column_count, integers)
-    at_once = max(1, CHUNK_NUMEL // column_count)
-    for start in range(0, row_count, at_once):
+    box, shape = shard.box, shard.tensor.shape
+    if len(shape) == 1:
+        box, shape = Box((*box.offsets, 0), (*box.lengths, 1)), (*shape, 1)
+    row_numbers = torch.zeros(1, dtype=torch.int64, device=view.device)
+    for offset, length, size in zip(box.offsets[:-1], box.lengths[:-1], shape[:-1], strict=True):
+        along = torch.arange(offset, offset + length, device=view.device)
+        row_numbers = (row_numbers[:, None] * size + along[None, :]).flatten()
+    integers = integers.view(len(row_numbers), box.lengths[-1])
+    first = torch.arange(box.offsets[-1], box.offsets[-1] + box.lengths[-1], device=view.device)
+    columns = _numbers(shard.tensor, 1, first, integers)
+    at_once = max(1, CHUNK_NUMEL // box.lengths[-1])
+    for start in range(0, len(row_numbers), at_once):
         part = integers[start : start + at_once]
-        rows = _numbers(shard.tensor, 0, first_row + start, len(part), integers)
+        rows = _numbers(shard.tensor, 0, row_numbers[start : start + at_once], integers)
         yield part, rows[:, None] * columns[None, :]
 
 
-def _numbers(tensor: TensorSpec, dim: int, first: int, count: int, like: torch.Tensor) -> torch.Tensor:
+def _numbers(tensor: TensorSpec, dim: int, places: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     salt = sum(index * code for index, code in enumerate(f"{tensor.kind} {tensor.name} {dim}".encode(), 1))
-    places = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=like.device)
-    return ((places * 2654435761 + salt * 40503) >> 7 | 1).to(like.dtype)
+    return (((places + 1) * 2654435761 + salt * 40503) >> 7 | 1).to(like.dtype)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.handover_driver import Case, best_plan
+from benchmarks.handover_driver import Case, plan_of
 from benchmarks.handover_ranks import CHUNK_NUMEL, MOVE_S, Rank, typed, with_truth
 from benchmarks.processes import Process, call_all, each_its_own, end_all
 from benchmarks.timing import synchronize
@@ -156,7 +156,7 @@ def headroom_case(model: ModelShape, use_cpu: bool) -> Case:
 def run_tight(case: Case, use_cpu: bool, staging_nbytes: int, fills: bool = False) -> dict[str, Any]:
     """One tight handover; where `fills`, the mode is chosen by the room that is left, as in a resize."""
     started = time.monotonic()
-    plan = best_plan(case, staging_nbytes)
+    plan = plan_of(case, staging_nbytes)
     plan.check()
     slots = range(len(plan.slots))
     if not use_cpu and torch.cuda.device_count() < len(plan.slots):
