@@ -61,6 +61,7 @@ def save(
 
     Every rank calls it at the same step, and all see the same `folder`.
     """
+    compat.gather_weights(chunks)
     rank, parallel = dist.get_rank(), mesh.current()
     small, at = state.small_state(), parallel.coordinate(rank)
     packed = SmallState.of(state)

@@ -95,6 +95,27 @@ def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     ]
 
 
+def weights_gathered_later(chunks: Sequence[torch.nn.Module]) -> set[torch.nn.Parameter]:
+    """Those of which, between two steps, a rank has only what it has updated itself: `overlap_param_gather`."""
+    return {param for chunk in _that_gather_later(chunks) for param in chunk.param_to_bucket_group}
+
+
+@torch.no_grad()
+def gather_weights(chunks: Sequence[torch.nn.Module], *, unless_by_forward: bool = False) -> None:
+    """Gather now what would be gathered in the next forward pass, which then does not. All ranks call it at once.
+
+    Megatron's script does so before it saves. It also turns the hooks that gather off for its first step, for which
+    all ranks are taken to have all weights: `unless_by_forward` is for where they are on.
+    """
+    for chunk in _that_gather_later(chunks):
+        if not (unless_by_forward and chunk.remove_forward_pre_hook_handles):
+            chunk.start_param_sync(force_sync=True)
+
+
+def _that_gather_later(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    return [chunk for chunk in chunks if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False)]
+
+
 def _own_list(chunk: torch.nn.Module, name: str) -> list[Any]:
     """DDP's list, which hides a method of every module that is called the same."""
     found = getattr(chunk, name, None)
@@ -118,7 +139,10 @@ def create_moments(leaf: MegatronOptimizer) -> None:
                 state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
-def owned_state(leaf: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]]:
+Owned = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]
+
+
+def owned_state(leaf: MegatronOptimizer) -> Iterator[Owned]:
     """For each parameter that `leaf` updates on this rank: the flat range that it owns, and the tensors for it.
 
     The tensors are "main_param" and the moments, each with as many elements as the range. Without a distributed

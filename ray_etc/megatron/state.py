@@ -52,15 +52,10 @@ def state(
     for name, item in more.items():
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ValueError(f"{name} is a {type(item).__name__} without state_dict and load_state_dict")
-    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks):
-        raise ValueError(
-            "overlap_param_gather=True leaves the gathering of updated weights to the next step, so between two steps "
-            "most of a rank's weights are a step old; set it to False"
-        )
     shards = describe(chunks, optimizer, vocab_size)
     if not shards:
         raise ValueError("this rank holds no tensor: its pipeline stage has no layers; give each stage one")
-    replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer)}
+    replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer, chunks)}
     if scheduler is not None:
         replicated["scheduler"] = SchedulerProgress(scheduler)
     if loader is not None:
@@ -105,7 +100,8 @@ class MegatronState(TrainState):
 class OptimizerProgress:
     """All that an optimizer has besides its tensors: Adam's step count, and the loss scales where there are some."""
 
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
         self._leaves = compat.leaf_optimizers(optimizer)
         # Adam counts its steps beside each parameter, and a rank may own none: ZeRO-1 over more ranks than there are
         # elements. So each rank counts for itself too.
@@ -129,6 +125,8 @@ class OptimizerProgress:
             compat.set_adam_step(leaf, state_dict["step"])
         for leaf, scaler in self._scaled_leaves():
             scaler.load_state_dict(state_dict["grad_scalers"][compat.is_for_experts(leaf)])
+        # All ranks are here, after each has got its own range of the weights.
+        compat.gather_weights(self._chunks, unless_by_forward=True)
 
     def _scaled_leaves(self) -> list[tuple[MegatronOptimizer, Any]]:
         scalers = [(leaf, getattr(leaf, "grad_scaler", None)) for leaf in self._leaves]

@@ -75,6 +75,7 @@ BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP16: dict[str, Any] = {"dtype": torch.float16, "initial_loss_scale": 2.0**16, "loss_scale_window": 2, "hysteresis": 1}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 300}
+GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FOUR_LAYERS = {"num_layers": 4}
 THREE_LAYERS = {"num_layers": 3}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -225,6 +226,12 @@ OPTIMIZERS = [
     Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED, quick=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(pp=2, dp=2), {"overlap_grad_reduce": True, **BF16}, FOUR_LAYERS),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED),
+    # Each rank has its own range of the weights only, until the next step.
+    Row("llama", mesh(dp=2), mesh(dp=3), {**GATHER, **BF16}, quick=True),
+    Row("llama", mesh(dp=3), mesh(tp=2, dp=2), {**GATHER, "bucket_size": 300}, oracle="catalogue", why=PADDED),
+    Row("llama", mesh(pp=2, dp=2, vpp=2), mesh(dp=2), {**GATHER, **BF16}, FOUR_LAYERS),
+    Row("llama", mesh(dp=4), mesh(tp=2, dp=2), {**GATHER, "instances": 2, **BF16}),
+    Row("experts", mesh(dp=4, ep=2), mesh(tp=2, dp=2, ep=2, etp=1), {**GATHER, **BF16}, ALL_GATHER),
 ]
 
 GROUPS = {

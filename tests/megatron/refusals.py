@@ -25,11 +25,6 @@ class Refusal:
 
 REFUSALS = [
     Refusal(
-        "updated weights gathered in the next step (`overlap_param_gather`)",
-        "leaves the gathering of updated weights to the next step",
-        optimizer={"overlap_grad_reduce": True, "overlap_param_gather": True},
-    ),
-    Refusal(
         "optimizer state in host memory (`optimizer_cpu_offload`)",
         "keeps main weights and moments in host memory",
         optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, **BF16},
