@@ -14,13 +14,15 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 
+UNSCALED = (torch.float32, torch.bfloat16)
+"""What Transformer Engine's Adam keeps as it is; float16 and 8 bits it multiplies with a scale for each tensor."""
+
 
 def missing_names() -> list[str]:
     """The private names that this Megatron-core no longer has."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, name in (
-            (DistributedOptimizer, "_get_main_param_and_optimizer_states"),
             (DistributedOptimizer, "_set_main_param_and_optimizer_states"),
             (filesystem_async, "_results_queue"),
             (num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
@@ -30,6 +32,7 @@ def missing_names() -> list[str]:
     # Attributes that a constructor sets are not on the class; its code names them.
     for owner, name in (
         (DistributedOptimizer, "gbuf_ranges"),
+        (DistributedOptimizer, "model_param_group_index_map"),
         (DistributedOptimizer, "is_stub_optimizer"),
         (MegatronOptimizer, "init_state_fn"),
     ):
@@ -67,11 +70,15 @@ def require_known_optimizer(leaf: MegatronOptimizer) -> None:
     if leaf.config.optimizer not in ("adam", "sgd"):
         raise ValueError(f"optimizer={leaf.config.optimizer!r}: only the state of 'adam' and 'sgd' can be moved")
     if leaf.config.use_precision_aware_optimizer:
-        raise ValueError(
-            "use_precision_aware_optimizer=True hides the main weights in Transformer Engine's own format; "
-            "set it to False"
-        )
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(leaf.config, name)
+            if dtype not in UNSCALED:
+                raise ValueError(
+                    f"{name}={dtype} is kept as multiples of a scale, one for each rank's part of a tensor, and other "
+                    "parts would need other scales, which changes the values; use torch.float32 or torch.bfloat16"
+                )
     if leaf.config.optimizer_cpu_offload:
+        # Without a GPU it cannot make a step: it looks for the copy on the GPU of each tensor that is on none.
         raise ValueError(
             "optimizer_cpu_offload=True keeps main weights and moments in host memory, and a handover moves what is "
             "in the memory of the device; set it to False"
@@ -127,7 +134,9 @@ def create_moments(leaf: MegatronOptimizer) -> None:
 
     Transformer Engine keeps the step count in its parameter groups; torch keeps one a parameter, beside the moments.
     """
-    if leaf.init_state_fn is not None:
+    if leaf.config.use_precision_aware_optimizer:
+        _create_state_of_chosen_precision(leaf.optimizer)
+    elif leaf.init_state_fn is not None:
         leaf.init_state_fn(leaf.optimizer, leaf.config)
     for group in leaf.optimizer.param_groups:
         for param in group["params"]:
@@ -139,6 +148,17 @@ def create_moments(leaf: MegatronOptimizer) -> None:
                 state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
+def _create_state_of_chosen_precision(optimizer: Any) -> None:
+    """As Transformer Engine's Adam does in its first step; Megatron's own way calls it without its second argument."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                optimizer.initialize_state(param, optimizer.store_param_remainders and param.dtype == torch.bfloat16)
+            if "master_param" in optimizer.state[param] and param.dtype == torch.float32:
+                # It makes a main weight of these, too, and then never updates it.
+                optimizer.state[param]["master_param"] = param.detach()
+
+
 Owned = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]
 
 
@@ -146,17 +166,17 @@ def owned_state(leaf: MegatronOptimizer) -> Iterator[Owned]:
     """For each parameter that `leaf` updates on this rank: the flat range that it owns, and the tensors for it.
 
     The tensors are "main_param" and the moments, each with as many elements as the range. Without a distributed
-    optimizer the range is the whole parameter.
+    optimizer the range is the whole parameter. In place of "main_param" there may be "main_param_remainder": the
+    16 bits that a main weight has more than its bf16 weight.
     """
-    moments = moment_names(leaf)
     if isinstance(leaf, DistributedOptimizer):
         for buffer in leaf.gbuf_ranges:
             for buckets in buffer.values():
                 for bucket in buckets:
                     for param, ranges in bucket["param_map"].items():
-                        held = leaf._get_main_param_and_optimizer_states(param)
-                        tensors = {"main_param": held["param"], **{name: held[name] for name in moments}}
-                        yield param, ranges["param"].start, ranges["param"].end, tensors
+                        group, position = leaf.model_param_group_index_map[param]
+                        main = leaf.optimizer.param_groups[group]["params"][position]
+                        yield param, ranges["param"].start, ranges["param"].end, _held(leaf, main)
         return
     mains = {}
     if isinstance(leaf, Float16OptimizerWithFloat16Params):
@@ -164,8 +184,15 @@ def owned_state(leaf: MegatronOptimizer) -> Iterator[Owned]:
             mains.update({main: param for param, main in zip(params, main_params, strict=True)})
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
-            tensors = {"main_param": main, **{name: leaf.optimizer.state[main][name] for name in moments}}
-            yield mains.get(main, main), 0, main.numel(), tensors
+            yield mains.get(main, main), 0, main.numel(), _held(leaf, main)
+
+
+def _held(leaf: MegatronOptimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the optimizer holds for one of its parameters, as it holds it: Megatron's own way gives copies of some."""
+    state = leaf.optimizer.state[param]
+    main = state.get("master_param", param)
+    kind = "main_param_remainder" if main.dtype == torch.int16 else "main_param"
+    return {kind: main, **{name: state[name] for name in moment_names(leaf)}}
 
 
 def update_num_microbatches(consumed_samples: int) -> None:
@@ -225,6 +252,32 @@ def true_ranges_in_checkpoints(optimizer: MegatronOptimizer) -> Iterator[None]:
     finally:
         for part, numel in zip(counted, before, strict=True):
             part.numel_unpadded = numel
+
+
+@contextmanager
+def memory_stays(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Keep the optimizer's tensors where they are catalogued while Megatron gets ready to load a checkpoint.
+
+    So that there are tensors to load into, it loads the optimizer's own state into it. They are there already, and
+    Transformer Engine's Adam would put others in their place.
+    """
+    leaves: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if isinstance(leaf, DistributedOptimizer)]
+    for leaf in leaves:
+        leaf.load_state_dict = lambda _: None
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            del leaf.load_state_dict
+
+
+def require_whole_main_weights(optimizer: MegatronOptimizer) -> None:
+    """Raise ValueError where a checkpoint would not have them."""
+    if any(getattr(leaf.optimizer, "store_param_remainders", False) for leaf in leaf_optimizers(optimizer)):
+        raise ValueError(
+            "with store_param_remainders=True Megatron writes of each main weight only the 16 bits that its bf16 "
+            "weight has not, and cannot read them again; set it to False to save or load checkpoints"
+        )
 
 
 def load_optimizer_tensors(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> None:

@@ -89,6 +89,20 @@ class MegatronState(TrainState):
         super().__init__(shards, **more)
         self._chunks, self._optimizer = list(chunks), optimizer
 
+    def check_memory(self) -> None:
+        """Raise ValueError where a checkpoint, loaded after the state was made, has put other tensors in use."""
+        leaves = compat.leaf_optimizers(self._optimizer)
+        used = [tensor for leaf in leaves for *_, tensors in compat.owned_state(leaf) for tensor in tensors.values()]
+        for chunk in self._chunks:
+            used += [*chunk.parameters(), *(buffer for _, buffer in chunk.named_buffers())]  # `buffers` is DDP's own
+        storages = {tensor.untyped_storage().data_ptr() for tensor in used}
+        for shard in self.shards:
+            if shard.view.untyped_storage().data_ptr() not in storages:
+                raise ValueError(
+                    f"the {shard.tensor.kind} of {shard.tensor.name} is another tensor than when "
+                    "ray_etc.megatron.state was called; load checkpoints before that, or with its argument `checkpoint`"
+                )
+
     def save_checkpoint(self, folder: str | Path, iteration: int) -> Path:
         """Write the state as it is after `iteration` steps, in the format of Megatron's own training script.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from matrix import BF16, ONE, mesh
+import torch
+from matrix import BF16, ONE, PRECISE, mesh
 
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -34,6 +35,11 @@ REFUSALS = [
         "requires FusedAdam from TransformerEngine",
         by="Megatron",
         optimizer={"use_precision_aware_optimizer": True, **BF16},
+    ),
+    Refusal(
+        "moments in 8 bits or fp16",
+        "exp_avg_dtype=torch.uint8 is kept as multiples of a scale",
+        optimizer={**PRECISE, "exp_avg_dtype": torch.uint8},
     ),
     Refusal(
         "Muon without its package",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -170,6 +171,17 @@ def test_what_cannot_be_moved_is_said_at_once() -> None:
             Own().state(mine=3)
         return str(refused.value)
 
+    def with_a_checkpoint_loaded_after_it() -> str:
+        own = Own()
+        state = own.state()
+        state.check_memory()
+        adam = own.optimizer.chained_optimizers[0].optimizer
+        adam.load_state_dict(deepcopy(adam.state_dict()))
+        with pytest.raises(ValueError, match="load checkpoints before that") as refused:
+            state.check_memory()
+        return str(refused.value)
+
+    assert "is another tensor than when ray_etc.megatron.state" in run_ranks(with_a_checkpoint_loaded_after_it, 1)[0]
     assert run_ranks(without_a_state_dict, 1) == ["mine is a int without state_dict and load_state_dict"]
 
 

@@ -27,11 +27,9 @@ def test_refused(refusal: Refusal) -> None:
     assert refusal.by == "Megatron" or all(line.startswith("ValueError: ") for line in told if "raise" not in line)
 
 
-def test_a_precision_aware_optimizer_is_refused_where_it_could_be_made() -> None:
-    """It needs Transformer Engine, so this is one by name only."""
+def test_a_checkpoint_of_remainders_of_main_weights_is_refused() -> None:
+    """They come with Transformer Engine, so this is an optimizer by name only."""
     leaf = compat.FP32Optimizer.__new__(compat.FP32Optimizer)
-    leaf.config = SimpleNamespace(optimizer="adam", use_precision_aware_optimizer=True)
-    with pytest.raises(
-        ValueError, match=r"^use_precision_aware_optimizer=True hides the main weights .* set it to False$"
-    ):
-        compat.require_known_optimizer(leaf)
+    leaf.optimizer = SimpleNamespace(store_param_remainders=True)
+    with pytest.raises(ValueError, match=r"^with store_param_remainders=True .* set it to False to save or load"):
+        compat.require_whole_main_weights(leaf)
