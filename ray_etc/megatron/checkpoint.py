@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
+from ray_etc.actors.phased import pairs_of_derived
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
 from ray_etc.megatron import compat, mesh, streams
@@ -144,12 +145,15 @@ def _latest(folder: Path) -> Path:
 def _sharded(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, metadata: Mapping[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
-    compat.require_whole_main_weights(optimizer)
     metadata = {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     content: dict[str, Any] = {
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)
     }
-    with compat.true_ranges_in_checkpoints(optimizer), compat.memory_stays(optimizer):
+    with (
+        compat.true_ranges_in_checkpoints(optimizer),
+        compat.whole_main_weights(optimizer),
+        compat.memory_stays(optimizer),
+    ):
         content["optimizer"] = optimizer.sharded_state_dict(content, is_loading=is_loading, metadata=metadata)
     return content
 
@@ -207,7 +211,7 @@ def _load_tensors(
     content = _sharded(chunks, optimizer, {**METADATA, **metadata}, is_loading=True)
     # Data types by name; what is no tensor has none.
     saved = {item.key: getattr(item, "dtype", None) for item in load_sharded_metadata(str(place)).values()}
-    if any(shard.tensor.kind == "main_param" for shard in state.shards):
+    if any(shard.tensor.kind in ("main_param", "main_param_remainder") for shard in state.shards):
         saved_as = next(
             (prefix for prefix in MAIN_PARAMS if any(key.startswith(prefix) for key in saved)), MAIN_PARAMS[0]
         )
@@ -225,6 +229,17 @@ def _load_tensors(
     parts = _by_leaf(optimizer, loaded["tensors"]["optimizer"])
     for leaf, part in zip(compat.leaf_optimizers(optimizer), parts, strict=True):
         compat.load_optimizer_tensors(leaf, part)
+    _require_weights_of_main_weights(state, place)
+
+
+def _require_weights_of_main_weights(state: TrainState, place: Path) -> None:
+    for tensor, weight, main in pairs_of_derived(state.layout(), state.views(), state.derived):
+        # As near as rounding is, since a half may be rounded either way.
+        if not torch.allclose(weight.float(), main.float(), rtol=2**-8, atol=2**-24, equal_nan=True):
+            raise ValueError(
+                f"the checkpoint {place} has other main weights of {tensor.name} than its weights; Megatron saves such "
+                "with store_param_remainders=True: save it without"
+            )
 
 
 def _require_same(place: Path, saved: Mapping[str, torch.dtype | None], content: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import megatron.core
@@ -13,6 +14,8 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+
+from ray_etc.megatron import remainders
 
 UNSCALED = (torch.float32, torch.bfloat16)
 """What Transformer Engine's Adam keeps as it is; float16 and 8 bits it multiplies with a scale for each tensor."""
@@ -23,6 +26,7 @@ def missing_names() -> list[str]:
     missing = [
         f"{owner.__name__}.{name}"
         for owner, name in (
+            (DistributedOptimizer, "_get_main_param_and_optimizer_states"),
             (DistributedOptimizer, "_set_main_param_and_optimizer_states"),
             (filesystem_async, "_results_queue"),
             (num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
@@ -174,9 +178,7 @@ def owned_state(leaf: MegatronOptimizer) -> Iterator[Owned]:
             for buckets in buffer.values():
                 for bucket in buckets:
                     for param, ranges in bucket["param_map"].items():
-                        group, position = leaf.model_param_group_index_map[param]
-                        main = leaf.optimizer.param_groups[group]["params"][position]
-                        yield param, ranges["param"].start, ranges["param"].end, _held(leaf, main)
+                        yield param, ranges["param"].start, ranges["param"].end, _held(leaf, _of_optimizer(leaf, param))
         return
     mains = {}
     if isinstance(leaf, Float16OptimizerWithFloat16Params):
@@ -185,6 +187,13 @@ def owned_state(leaf: MegatronOptimizer) -> Iterator[Owned]:
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
             yield mains.get(main, main), 0, main.numel(), _held(leaf, main)
+
+
+def _of_optimizer(leaf: DistributedOptimizer, param: torch.nn.Parameter) -> torch.Tensor:
+    """What the optimizer inside updates in place of this rank's range of a parameter."""
+    group, position = leaf.model_param_group_index_map[param]
+    held: torch.Tensor = leaf.optimizer.param_groups[group]["params"][position]
+    return held
 
 
 def _held(leaf: MegatronOptimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -271,27 +280,54 @@ def memory_stays(optimizer: MegatronOptimizer) -> Iterator[None]:
             del leaf.load_state_dict
 
 
-def require_whole_main_weights(optimizer: MegatronOptimizer) -> None:
-    """Raise ValueError where a checkpoint would not have them."""
-    if any(getattr(leaf.optimizer, "store_param_remainders", False) for leaf in leaf_optimizers(optimizer)):
-        raise ValueError(
-            "with store_param_remainders=True Megatron writes of each main weight only the 16 bits that its bf16 "
-            "weight has not, and cannot read them again; set it to False to save or load checkpoints"
-        )
+@contextmanager
+def whole_main_weights(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Have Megatron find whole main weights where the optimizer has remainders of them (see remainders.py).
+
+    It would write those as if they were weights, and could not read them again.
+    """
+    leaves: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if _keeps_remainders(leaf)]
+    for leaf in leaves:
+        leaf._get_main_param_and_optimizer_states = partial(_joined, leaf, leaf._get_main_param_and_optimizer_states)
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            del leaf._get_main_param_and_optimizer_states
+
+
+def _joined(leaf: Any, find: Callable[[Any], dict[str, torch.Tensor]], param: torch.nn.Parameter) -> dict[str, Any]:
+    found = find(param)
+    if found["param"].dtype == torch.int16:
+        found["param"] = remainders.join(_of_optimizer(leaf, param), found["param"])
+    return found
+
+
+def _keeps_remainders(leaf: MegatronOptimizer) -> bool:
+    return bool(getattr(leaf.optimizer, "store_param_remainders", False))
 
 
 def load_optimizer_tensors(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     """Copy what was loaded for `leaf`'s own `sharded_state_dict` into the memory that it trains with."""
     if isinstance(leaf, DistributedOptimizer):
-        # With torch's Adam, Megatron looks for a "step" that this format does not have; None makes it skip a tensor.
         original = leaf._set_main_param_and_optimizer_states
-        leaf._set_main_param_and_optimizer_states = lambda param, tensors: original(
-            param, {"step": None, "param": None, **tensors}
-        )
+
+        def put(param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+            # With torch's Adam, Megatron looks for a "step" that this format does not have; None has it skip a tensor.
+            tensors = {"step": None, "param": None, **tensors}
+            held = _of_optimizer(leaf, param)
+            if _keeps_remainders(leaf) and held.dtype == torch.bfloat16:
+                weight, tensors["param"] = remainders.split(tensors["param"])
+                held.detach().copy_(weight)
+            original(param, tensors)
+
+        leaf._set_main_param_and_optimizer_states = put
         try:
             leaf.load_parameter_state_from_fully_reshardable(loaded["param_state"])
         finally:
             del leaf._set_main_param_and_optimizer_states
+        for chunk in leaf.model_chunks if _keeps_remainders(leaf) else ():
+            chunk.start_param_sync(force_sync=True)  # a replica may have been rounded the other way
         return
     # Not by torch's `load_state_dict`, which would put other tensors into the optimizer than those that are catalogued.
     mains = loaded.get("fp32_from_fp16_params")
