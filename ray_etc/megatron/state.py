@@ -35,7 +35,8 @@ def state(
 
     Args:
         model: a MegatronModule, or the list of chunks of a virtual pipeline, wrapped in DDP or not.
-        optimizer: what `get_megatron_optimizer` returned.
+        optimizer: what `get_megatron_optimizer` returned. What is loaded into it otherwise than by `checkpoint` must
+            be loaded before, since that may put other tensors into it.
         scheduler: Megatron's learning-rate scheduler.
         loader: the data loader, or its cursor: anything with `state_dict` and `load_state_dict` that is equal on
             all ranks. If it counts `consumed_samples`, Megatron's microbatch calculator follows it.

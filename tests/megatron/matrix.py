@@ -235,7 +235,7 @@ OPTIMIZERS = [
     # default the precision-aware one keeps of main weights what bf16 lacks.
     Row("llama", mesh(dp=2), mesh(tp=2), {"fused_adam": True, **BF16}),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2), {"fused_adam": True, **BF16}),
-    Row("llama", mesh(dp=2), mesh(tp=2), {**MOMENTS, **WHOLE_MAINS}, quick=True),
+    Row("llama", mesh(dp=2), mesh(tp=2), {**MOMENTS, **WHOLE_MAINS}),
     Row("experts", mesh(dp=4, ep=2), mesh(tp=2), {**MOMENTS, **WHOLE_MAINS}),
     Row("llama", mesh(tp=2, dp=2), mesh(dp=3), MOMENTS, oracle="catalogue", why=REMAINDERS, quick=True),
     Row("experts", mesh(dp=2, ep=2), mesh(pp=2), {**MOMENTS, **GATHER}, oracle="catalogue", why=REMAINDERS),
