@@ -33,7 +33,7 @@ from megatron.core.utils import unwrap_model
 from ray_etc.actors.phased import pairs_of_derived
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
-from ray_etc.megatron import compat, mesh, streams
+from ray_etc.megatron import compat, mesh, remainders, streams
 from ray_etc.planners.parallel import Coordinate, ParallelConfig, sources_of_streams
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -229,17 +229,8 @@ def _load_tensors(
     parts = _by_leaf(optimizer, loaded["tensors"]["optimizer"])
     for leaf, part in zip(compat.leaf_optimizers(optimizer), parts, strict=True):
         compat.load_optimizer_tensors(leaf, part)
-    _require_weights_of_main_weights(state, place)
-
-
-def _require_weights_of_main_weights(state: TrainState, place: Path) -> None:
-    for tensor, weight, main in pairs_of_derived(state.layout(), state.views(), state.derived):
-        # As near as rounding is, since a half may be rounded either way.
-        if not torch.allclose(weight.float(), main.float(), rtol=2**-8, atol=2**-24, equal_nan=True):
-            raise ValueError(
-                f"the checkpoint {place} has other main weights of {tensor.name} than its weights; Megatron saves such "
-                "with store_param_remainders=True: save it without"
-            )
+    for _, weight, main in pairs_of_derived(state.layout(), state.views(), state.derived):
+        remainders.require_rounded(weight, main)
 
 
 def _require_same(place: Path, saved: Mapping[str, torch.dtype | None], content: dict[str, Any]) -> None:

@@ -317,8 +317,7 @@ def load_optimizer_tensors(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> N
             tensors = {"step": None, "param": None, **tensors}
             held = _of_optimizer(leaf, param)
             if _keeps_remainders(leaf) and held.dtype == torch.bfloat16:
-                weight, tensors["param"] = remainders.split(tensors["param"])
-                held.detach().copy_(weight)
+                tensors["param"] = remainders.put(tensors["param"], held.detach())
             original(param, tensors)
 
         leaf._set_main_param_and_optimizer_states = put

@@ -20,3 +20,20 @@ def split(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     remainder = bits.to(torch.int16)  # the lower half
     upper = (bits >> 16) + (remainder < 0).to(torch.int32)
     return upper.to(torch.int16).view(torch.bfloat16), remainder
+
+
+def put(main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Round main weights that were loaded into their bf16 weights, which were loaded too, and return the remainders."""
+    require_rounded(weight, main)
+    rounded, remainder = split(main)
+    weight.copy_(rounded)
+    return remainder
+
+
+def require_rounded(weight: torch.Tensor, main: torch.Tensor) -> None:
+    """Raise ValueError where weights that were loaded are not their main weights, rounded one way or the other."""
+    if not torch.allclose(weight.to(main.device, torch.float32), main.float(), 2**-8, 2**-24, equal_nan=True):
+        raise ValueError(
+            "the checkpoint has other main weights than those of its weights; Megatron writes such with "
+            "store_param_remainders=True: save it without"
+        )
