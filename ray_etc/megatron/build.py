@@ -101,8 +101,8 @@ def build(
         checkpoint=checkpoint,
     )
     task = Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
-    if not is_first_generation():
-        warm_up(task, parallel, about_step())
+    if not is_first_generation() and (step := about_step()) is not None:
+        warm_up(task, parallel, step)
     return task
 
 

@@ -124,7 +124,10 @@ def test_json_keys(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-@pytest.mark.parametrize("model", ZOO)
+SLOW = ("llama3-70b", "llama3-405b")
+
+
+@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ZOO])
 def test_every_model_of_the_zoo(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The largest is 1,024 to 1,536 GPUs. run_plan proves each plan."""
     facts = facts_of(PlanOptions(model, *RESIZES[model]), capsys)
