@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.passes import Job, Pass, load
 from ray_etc.actors.sums import as_integers
 from ray_etc.actors.transports.base import Transport
-from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.phases import Key, PhasedPlan, casts_of
 from ray_etc.planners.plan import RankPlan
 
@@ -134,18 +134,29 @@ def check_derived(layout: RankLayout, views: Sequence[torch.Tensor], derived: Ma
     Raises:
         ValueError: names the first tensor that is not.
     """
+    for tensor, weight, main in pairs_of_derived(layout, views, derived):
+        if not torch.equal(as_integers(weight), as_integers(main.to(weight.dtype))):
+            raise ValueError(
+                f"{tensor.kind} {tensor.name} is not its main weight, rounded: the weights were changed behind the "
+                "optimizer's back, and cannot be made anew from it"
+            )
+
+
+def pairs_of_derived(
+    layout: RankLayout, views: Sequence[torch.Tensor], derived: Mapping[Key, Key]
+) -> Iterator[tuple[TensorSpec, torch.Tensor, torch.Tensor]]:
+    """Where a rank holds both: a tensor, some of it, and what that is the rounded value of, `CHECKED_NUMEL` at most."""
     numbers = [number for number, shard in enumerate(layout) if shard.tensor.key in derived]
     weights = tuple(layout[number] for number in numbers)
     for tensor, box, place, main in casts_of(weights, layout, derived):
         weight = views[numbers[place]][box.slices_in(weights[place].box)]
         full = views[main][box.slices_in(layout[main].box)]
-        rows = max(1, CHECKED_NUMEL // max(1, weight[:1].numel())) if weight.dim() else 1
-        parts = zip(weight.split(rows), full.split(rows), strict=True) if weight.dim() else [(weight, full)]
-        if not all(torch.equal(as_integers(part), as_integers(whole.to(part.dtype))) for part, whole in parts):
-            raise ValueError(
-                f"{tensor.kind} {tensor.name} is not its main weight, rounded: the weights were changed behind the "
-                "optimizer's back, and cannot be made anew from it"
-            )
+        if not weight.dim():
+            yield tensor, weight, full
+            continue
+        rows = max(1, CHECKED_NUMEL // max(1, weight[:1].numel()))
+        for part, whole in zip(weight.split(rows), full.split(rows), strict=True):
+            yield tensor, part, whole
 
 
 def _cast(

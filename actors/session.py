@@ -166,6 +166,7 @@ class Session:
             )
         if self.state is not None:
             raise RuntimeError("ray_etc.steps() was entered twice; a train loop has one")
+        state.check_memory()
         self.on_enter()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what the model was built with, before another stream writes over it

@@ -91,6 +91,9 @@ class TrainState:
         self.next_step = 0
         """Where the first generation begins: later than 0 where the state was read from a checkpoint."""
 
+    def check_memory(self) -> None:
+        """Raise ValueError where training no longer uses the memory of the shards; asked where the loop is entered."""
+
     def layout(self) -> RankLayout:
         return tuple(Shard(shard.tensor, shard.box) for shard in self.shards)
 

@@ -12,7 +12,7 @@ from ray_etc.planners.errors import DoesNotFit
 if TYPE_CHECKING:
     from ray_etc.planners.plan import MigrationPlan
 
-TIGHT_ORDER = ("exp_avg", "exp_avg_sq", "main_param")
+TIGHT_ORDER = ("exp_avg", "exp_avg_sq", "main_param", "main_param_remainder")
 """Kinds of state in the order in which the tight mode moves and releases them; all others come after."""
 
 SLACK = 0.08

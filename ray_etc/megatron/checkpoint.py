@@ -30,9 +30,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
+from ray_etc.actors.phased import pairs_of_derived
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
-from ray_etc.megatron import compat, mesh, streams
+from ray_etc.megatron import compat, mesh, remainders, streams
 from ray_etc.planners.parallel import Coordinate, ParallelConfig, sources_of_streams
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -61,6 +62,7 @@ def save(
 
     Every rank calls it at the same step, and all see the same `folder`.
     """
+    compat.gather_weights(chunks)
     rank, parallel = dist.get_rank(), mesh.current()
     small, at = state.small_state(), parallel.coordinate(rank)
     packed = SmallState.of(state)
@@ -147,7 +149,11 @@ def _sharded(
     content: dict[str, Any] = {
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)
     }
-    with compat.true_ranges_in_checkpoints(optimizer):
+    with (
+        compat.true_ranges_in_checkpoints(optimizer),
+        compat.whole_main_weights(optimizer),
+        compat.memory_stays(optimizer),
+    ):
         content["optimizer"] = optimizer.sharded_state_dict(content, is_loading=is_loading, metadata=metadata)
     return content
 
@@ -205,7 +211,7 @@ def _load_tensors(
     content = _sharded(chunks, optimizer, {**METADATA, **metadata}, is_loading=True)
     # Data types by name; what is no tensor has none.
     saved = {item.key: getattr(item, "dtype", None) for item in load_sharded_metadata(str(place)).values()}
-    if any(shard.tensor.kind == "main_param" for shard in state.shards):
+    if any(shard.tensor.kind in ("main_param", "main_param_remainder") for shard in state.shards):
         saved_as = next(
             (prefix for prefix in MAIN_PARAMS if any(key.startswith(prefix) for key in saved)), MAIN_PARAMS[0]
         )
@@ -223,6 +229,8 @@ def _load_tensors(
     parts = _by_leaf(optimizer, loaded["tensors"]["optimizer"])
     for leaf, part in zip(compat.leaf_optimizers(optimizer), parts, strict=True):
         compat.load_optimizer_tensors(leaf, part)
+    for _, weight, main in pairs_of_derived(state.layout(), state.views(), state.derived):
+        remainders.require_rounded(weight, main)
 
 
 def _require_same(place: Path, saved: Mapping[str, torch.dtype | None], content: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import megatron.core
@@ -13,6 +14,11 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+
+from ray_etc.megatron import remainders
+
+UNSCALED = (torch.float32, torch.bfloat16)
+"""What Transformer Engine's Adam keeps as it is; float16 and 8 bits it multiplies with a scale for each tensor."""
 
 
 def missing_names() -> list[str]:
@@ -30,6 +36,7 @@ def missing_names() -> list[str]:
     # Attributes that a constructor sets are not on the class; its code names them.
     for owner, name in (
         (DistributedOptimizer, "gbuf_ranges"),
+        (DistributedOptimizer, "model_param_group_index_map"),
         (DistributedOptimizer, "is_stub_optimizer"),
         (MegatronOptimizer, "init_state_fn"),
     ):
@@ -67,11 +74,15 @@ def require_known_optimizer(leaf: MegatronOptimizer) -> None:
     if leaf.config.optimizer not in ("adam", "sgd"):
         raise ValueError(f"optimizer={leaf.config.optimizer!r}: only the state of 'adam' and 'sgd' can be moved")
     if leaf.config.use_precision_aware_optimizer:
-        raise ValueError(
-            "use_precision_aware_optimizer=True hides the main weights in Transformer Engine's own format; "
-            "set it to False"
-        )
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(leaf.config, name)
+            if dtype not in UNSCALED:
+                raise ValueError(
+                    f"{name}={dtype} is kept as multiples of a scale, one for each rank's part of a tensor, and other "
+                    "parts would need other scales, which changes the values; use torch.float32 or torch.bfloat16"
+                )
     if leaf.config.optimizer_cpu_offload:
+        # Without a GPU it cannot make a step: it looks for the copy on the GPU of each tensor that is on none.
         raise ValueError(
             "optimizer_cpu_offload=True keeps main weights and moments in host memory, and a handover moves what is "
             "in the memory of the device; set it to False"
@@ -95,6 +106,27 @@ def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     ]
 
 
+def weights_gathered_later(chunks: Sequence[torch.nn.Module]) -> set[torch.nn.Parameter]:
+    """Those of which, between two steps, a rank has only what it has updated itself: `overlap_param_gather`."""
+    return {param for chunk in _that_gather_later(chunks) for param in chunk.param_to_bucket_group}
+
+
+@torch.no_grad()
+def gather_weights(chunks: Sequence[torch.nn.Module], *, unless_by_forward: bool = False) -> None:
+    """Gather now what would be gathered in the next forward pass, which then does not. All ranks call it at once.
+
+    Megatron's script does so before it saves. It also turns the hooks that gather off for its first step, for which
+    all ranks are taken to have all weights: `unless_by_forward` is for where they are on.
+    """
+    for chunk in _that_gather_later(chunks):
+        if not (unless_by_forward and chunk.remove_forward_pre_hook_handles):
+            chunk.start_param_sync(force_sync=True)
+
+
+def _that_gather_later(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    return [chunk for chunk in chunks if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False)]
+
+
 def _own_list(chunk: torch.nn.Module, name: str) -> list[Any]:
     """DDP's list, which hides a method of every module that is called the same."""
     found = getattr(chunk, name, None)
@@ -106,7 +138,9 @@ def create_moments(leaf: MegatronOptimizer) -> None:
 
     Transformer Engine keeps the step count in its parameter groups; torch keeps one a parameter, beside the moments.
     """
-    if leaf.init_state_fn is not None:
+    if leaf.config.use_precision_aware_optimizer:
+        _create_state_of_chosen_precision(leaf.optimizer)
+    elif leaf.init_state_fn is not None:
         leaf.init_state_fn(leaf.optimizer, leaf.config)
     for group in leaf.optimizer.param_groups:
         for param in group["params"]:
@@ -118,21 +152,33 @@ def create_moments(leaf: MegatronOptimizer) -> None:
                 state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
-def owned_state(leaf: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]]:
+def _create_state_of_chosen_precision(optimizer: Any) -> None:
+    """As Transformer Engine's Adam does in its first step; Megatron's own way calls it without its second argument."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                optimizer.initialize_state(param, optimizer.store_param_remainders and param.dtype == torch.bfloat16)
+            if "master_param" in optimizer.state[param] and param.dtype == torch.float32:
+                # It makes a main weight of these, too, and then never updates it.
+                optimizer.state[param]["master_param"] = param.detach()
+
+
+Owned = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]
+
+
+def owned_state(leaf: MegatronOptimizer) -> Iterator[Owned]:
     """For each parameter that `leaf` updates on this rank: the flat range that it owns, and the tensors for it.
 
     The tensors are "main_param" and the moments, each with as many elements as the range. Without a distributed
-    optimizer the range is the whole parameter.
+    optimizer the range is the whole parameter. In place of "main_param" there may be "main_param_remainder": the
+    16 bits that a main weight has more than its bf16 weight.
     """
-    moments = moment_names(leaf)
     if isinstance(leaf, DistributedOptimizer):
         for buffer in leaf.gbuf_ranges:
             for buckets in buffer.values():
                 for bucket in buckets:
                     for param, ranges in bucket["param_map"].items():
-                        held = leaf._get_main_param_and_optimizer_states(param)
-                        tensors = {"main_param": held["param"], **{name: held[name] for name in moments}}
-                        yield param, ranges["param"].start, ranges["param"].end, tensors
+                        yield param, ranges["param"].start, ranges["param"].end, _held(leaf, _of_optimizer(leaf, param))
         return
     mains = {}
     if isinstance(leaf, Float16OptimizerWithFloat16Params):
@@ -140,8 +186,22 @@ def owned_state(leaf: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, i
             mains.update({main: param for param, main in zip(params, main_params, strict=True)})
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
-            tensors = {"main_param": main, **{name: leaf.optimizer.state[main][name] for name in moments}}
-            yield mains.get(main, main), 0, main.numel(), tensors
+            yield mains.get(main, main), 0, main.numel(), _held(leaf, main)
+
+
+def _of_optimizer(leaf: DistributedOptimizer, param: torch.nn.Parameter) -> torch.Tensor:
+    """What the optimizer inside updates in place of this rank's range of a parameter."""
+    group, position = leaf.model_param_group_index_map[param]
+    held: torch.Tensor = leaf.optimizer.param_groups[group]["params"][position]
+    return held
+
+
+def _held(leaf: MegatronOptimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the optimizer holds for one of its parameters, as it holds it: Megatron's own way gives copies of some."""
+    state = leaf.optimizer.state[param]
+    main = state.get("master_param", param)
+    kind = "main_param_remainder" if main.dtype == torch.int16 else "main_param"
+    return {kind: main, **{name: state[name] for name in moment_names(leaf)}}
 
 
 def update_num_microbatches(consumed_samples: int) -> None:
@@ -203,18 +263,70 @@ def true_ranges_in_checkpoints(optimizer: MegatronOptimizer) -> Iterator[None]:
             part.numel_unpadded = numel
 
 
+@contextmanager
+def memory_stays(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Keep the optimizer's tensors where they are catalogued while Megatron gets ready to load a checkpoint.
+
+    So that there are tensors to load into, it loads the optimizer's own state into it. They are there already, and
+    Transformer Engine's Adam would put others in their place.
+    """
+    leaves: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if isinstance(leaf, DistributedOptimizer)]
+    for leaf in leaves:
+        leaf.load_state_dict = lambda _: None
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            del leaf.load_state_dict
+
+
+@contextmanager
+def whole_main_weights(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Have Megatron find whole main weights where the optimizer has remainders of them (see remainders.py).
+
+    It would write those as if they were weights, and could not read them again.
+    """
+    leaves: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if _keeps_remainders(leaf)]
+    for leaf in leaves:
+        leaf._get_main_param_and_optimizer_states = partial(_joined, leaf, leaf._get_main_param_and_optimizer_states)
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            del leaf._get_main_param_and_optimizer_states
+
+
+def _joined(leaf: Any, find: Callable[[Any], dict[str, torch.Tensor]], param: torch.nn.Parameter) -> dict[str, Any]:
+    found = find(param)
+    if found["param"].dtype == torch.int16:
+        found["param"] = remainders.join(_of_optimizer(leaf, param), found["param"])
+    return found
+
+
+def _keeps_remainders(leaf: MegatronOptimizer) -> bool:
+    return bool(getattr(leaf.optimizer, "store_param_remainders", False))
+
+
 def load_optimizer_tensors(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     """Copy what was loaded for `leaf`'s own `sharded_state_dict` into the memory that it trains with."""
     if isinstance(leaf, DistributedOptimizer):
-        # With torch's Adam, Megatron looks for a "step" that this format does not have; None makes it skip a tensor.
         original = leaf._set_main_param_and_optimizer_states
-        leaf._set_main_param_and_optimizer_states = lambda param, tensors: original(
-            param, {"step": None, "param": None, **tensors}
-        )
+
+        def put(param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+            # With torch's Adam, Megatron looks for a "step" that this format does not have; None has it skip a tensor.
+            tensors = {"step": None, "param": None, **tensors}
+            held = _of_optimizer(leaf, param)
+            if _keeps_remainders(leaf) and held.dtype == torch.bfloat16:
+                tensors["param"] = remainders.put(tensors["param"], held.detach())
+            original(param, tensors)
+
+        leaf._set_main_param_and_optimizer_states = put
         try:
             leaf.load_parameter_state_from_fully_reshardable(loaded["param_state"])
         finally:
             del leaf._set_main_param_and_optimizer_states
+        for chunk in leaf.model_chunks if _keeps_remainders(leaf) else ():
+            chunk.start_param_sync(force_sync=True)  # a replica may have been rounded the other way
         return
     # Not by torch's `load_state_dict`, which would put other tensors into the optimizer than those that are catalogued.
     mains = loaded.get("fp32_from_fp16_params")

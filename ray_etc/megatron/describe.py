@@ -3,6 +3,10 @@
 Names and boxes of weights come from the model's own `sharded_state_dict`, so they are Megatron's checkpoint names;
 what the optimizer holds comes from its own range maps. Nothing is copied: each view shares the storage that training
 reads and writes.
+
+With `overlap_param_gather` a rank updates its own range of the weights, and gets the rest in the next forward pass. So
+between two steps it holds that range, and no more: as the source of a move, since the rest is a step old, and as its
+target, since Megatron gathers the rest as it always does.
 """
 
 from __future__ import annotations
@@ -35,22 +39,33 @@ def describe(
         optimizer: the optimizer made by `get_megatron_optimizer` for them; its moments are made if need be.
         vocab_size: rows of the vocabulary without padding; None where it has none.
     """
+    owned: list[compat.Owned] = []
+    for leaf in compat.leaf_optimizers(optimizer):
+        compat.require_known_optimizer(leaf)
+        compat.create_moments(leaf)
+        owned += compat.owned_state(leaf)
+    gathered_later = compat.weights_gathered_later(chunks)
+    range_of: dict[torch.Tensor, tuple[int, int]] = {param: (start, stop) for param, start, stop, _ in owned}
+
     shards: list[StateShard] = []
     parts_of: dict[torch.Tensor, list[_Part]] = {}
     for tensor, part in _parts(chunks, vocab_size):
         parts_of.setdefault(tensor, []).append(part)
         kind = "param" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-        shards.extend(part.shards(kind, tensor.detach().view(-1), 0, tensor.numel()))
-    for leaf in compat.leaf_optimizers(optimizer):
-        compat.require_known_optimizer(leaf)
-        compat.create_moments(leaf)
-        for param, start, stop, tensors in compat.owned_state(leaf):
-            for kind, tensor in tensors.items():
-                held = tensor.detach().view(-1)
-                # An fp32 weight is its own main weight, and is already in the catalogue.
-                if held.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
-                    for part in parts_of[param]:
-                        shards.extend(part.shards(kind, held, start, stop))
+        held = tensor.detach().view(-1)
+        if tensor not in gathered_later:
+            shards.extend(part.shards(kind, held, 0, tensor.numel()))
+            continue
+        start, stop = range_of.get(tensor, (0, 0))
+        # Also what it has nothing of is named, so that the parameters keep their order.
+        shards.extend(list(part.shards(kind, held[start:stop], start, stop)) or [part.nothing(kind, held)])
+    for param, start, stop, tensors in owned:
+        for kind, tensor in tensors.items():
+            held = tensor.detach().view(-1)
+            # An fp32 weight is its own main weight, and is already in the catalogue.
+            if held.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+                for part in parts_of[param]:
+                    shards.extend(part.shards(kind, held, start, stop))
     return shards
 
 
@@ -90,7 +105,24 @@ class _Part:
 
     def shards(self, kind: str, held: torch.Tensor, start: int, stop: int) -> Iterator[StateShard]:
         """The boxes of this part among elements [start, stop) of the local tensor, which are all that `held` has."""
-        spec = TensorSpec(
+        numel = prod(self.local_shape)
+        if not numel:
+            yield self.nothing(kind, held)
+            return
+        spec = self._spec(kind, held)
+        low, high = max(start - self.first, 0), min(stop - self.first, numel)
+        for box, flat in flat_range_to_boxes(low, high, self.local_shape):
+            box = self._globally(box)
+            first = self.first + flat - start
+            yield StateShard(spec, box, held[first : first + box.numel].view(box.lengths))
+
+    def nothing(self, kind: str, held: torch.Tensor) -> StateShard:
+        """An empty box where this part begins."""
+        box = self._globally(Box.whole((0, *self.local_shape[1:])))
+        return StateShard(self._spec(kind, held), box, held[:0].view(box.lengths))
+
+    def _spec(self, kind: str, held: torch.Tensor) -> TensorSpec:
+        return TensorSpec(
             kind=kind,
             name=self.name,
             shape=self.shape,
@@ -100,16 +132,6 @@ class _Part:
             layer=self.layer,
             expert_dim=self.expert_dim,
         )
-        numel = prod(self.local_shape)
-        if not numel:
-            box = self._globally(Box.whole(self.local_shape))
-            yield StateShard(spec, box, held[:0].view(box.lengths))
-            return
-        low, high = max(start - self.first, 0), min(stop - self.first, numel)
-        for box, flat in flat_range_to_boxes(low, high, self.local_shape):
-            box = self._globally(box)
-            first = self.first + flat - start
-            yield StateShard(spec, box, held[first : first + box.numel].view(box.lengths))
 
     def _globally(self, box: Box) -> Box:
         unit_dims = len(self.offsets) - len(self.local_shape)

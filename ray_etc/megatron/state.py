@@ -35,7 +35,8 @@ def state(
 
     Args:
         model: a MegatronModule, or the list of chunks of a virtual pipeline, wrapped in DDP or not.
-        optimizer: what `get_megatron_optimizer` returned.
+        optimizer: what `get_megatron_optimizer` returned. What is loaded into it otherwise than by `checkpoint` must
+            be loaded before, since that may put other tensors into it.
         scheduler: Megatron's learning-rate scheduler.
         loader: the data loader, or its cursor: anything with `state_dict` and `load_state_dict` that is equal on
             all ranks. If it counts `consumed_samples`, Megatron's microbatch calculator follows it.
@@ -52,15 +53,10 @@ def state(
     for name, item in more.items():
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ValueError(f"{name} is a {type(item).__name__} without state_dict and load_state_dict")
-    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks):
-        raise ValueError(
-            "overlap_param_gather=True leaves the gathering of updated weights to the next step, so between two steps "
-            "most of a rank's weights are a step old; set it to False"
-        )
     shards = describe(chunks, optimizer, vocab_size)
     if not shards:
         raise ValueError("this rank holds no tensor: its pipeline stage has no layers; give each stage one")
-    replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer)}
+    replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer, chunks)}
     if scheduler is not None:
         replicated["scheduler"] = SchedulerProgress(scheduler)
     if loader is not None:
@@ -94,6 +90,20 @@ class MegatronState(TrainState):
         super().__init__(shards, **more)
         self._chunks, self._optimizer = list(chunks), optimizer
 
+    def check_memory(self) -> None:
+        """Raise ValueError where a checkpoint, loaded after the state was made, has put other tensors in use."""
+        leaves = compat.leaf_optimizers(self._optimizer)
+        used = [tensor for leaf in leaves for *_, tensors in compat.owned_state(leaf) for tensor in tensors.values()]
+        for chunk in self._chunks:
+            used += [*chunk.parameters(), *(buffer for _, buffer in chunk.named_buffers())]  # `buffers` is DDP's own
+        storages = {tensor.untyped_storage().data_ptr() for tensor in used}
+        for shard in self.shards:
+            if shard.view.untyped_storage().data_ptr() not in storages:
+                raise ValueError(
+                    f"the {shard.tensor.kind} of {shard.tensor.name} is another tensor than when "
+                    "ray_etc.megatron.state was called; load checkpoints before that, or with its argument `checkpoint`"
+                )
+
     def save_checkpoint(self, folder: str | Path, iteration: int) -> Path:
         """Write the state as it is after `iteration` steps, in the format of Megatron's own training script.
 
@@ -105,7 +115,8 @@ class MegatronState(TrainState):
 class OptimizerProgress:
     """All that an optimizer has besides its tensors: Adam's step count, and the loss scales where there are some."""
 
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
         self._leaves = compat.leaf_optimizers(optimizer)
         # Adam counts its steps beside each parameter, and a rank may own none: ZeRO-1 over more ranks than there are
         # elements. So each rank counts for itself too.
@@ -129,6 +140,8 @@ class OptimizerProgress:
             compat.set_adam_step(leaf, state_dict["step"])
         for leaf, scaler in self._scaled_leaves():
             scaler.load_state_dict(state_dict["grad_scalers"][compat.is_for_experts(leaf)])
+        # All ranks are here, after each has got its own range of the weights.
+        compat.gather_weights(self._chunks, unless_by_forward=True)
 
     def _scaled_leaves(self) -> list[tuple[MegatronOptimizer, Any]]:
         scalers = [(leaf, getattr(leaf, "grad_scaler", None)) for leaf in self._leaves]

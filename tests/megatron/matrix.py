@@ -75,11 +75,17 @@ BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP16: dict[str, Any] = {"dtype": torch.float16, "initial_loss_scale": 2.0**16, "loss_scale_window": 2, "hysteresis": 1}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 300}
+GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+FIRST_CHUNK_AT_ONCE = {"overlap_param_gather_with_optimizer_step": True}
+PRECISE: dict[str, Any] = {"use_precision_aware_optimizer": True, "fused_adam": True, **BF16}
+MOMENTS = {**PRECISE, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+WHOLE_MAINS = {"store_param_remainders": False}
 FOUR_LAYERS = {"num_layers": 4}
 THREE_LAYERS = {"num_layers": 3}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 ROUND = {"vocab_size": 32}
 PADDED = "Megatron's checkpoint takes the padding between several gradient buckets for state"
+REMAINDERS = "Megatron cannot load the remainders of main weights that it saves"
 NO_SGD = "Megatron cannot load the optimizer state of SGD"
 NO_EXPERTS = "Megatron cannot save the optimizer of a stage that has no experts while others have some"
 TWO_COPIES = (
@@ -225,6 +231,21 @@ OPTIMIZERS = [
     Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED, quick=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(pp=2, dp=2), {"overlap_grad_reduce": True, **BF16}, FOUR_LAYERS),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED),
+    # With a stand-in of Transformer Engine's Adam, which counts steps elsewhere and may hold what torch's does not: by
+    # default the precision-aware one keeps of main weights what bf16 lacks.
+    Row("llama", mesh(dp=2), mesh(tp=2), {"fused_adam": True, **BF16}),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2), {"fused_adam": True, **BF16}),
+    Row("llama", mesh(dp=2), mesh(tp=2), {**MOMENTS, **WHOLE_MAINS}),
+    Row("experts", mesh(dp=4, ep=2), mesh(tp=2), {**MOMENTS, **WHOLE_MAINS}),
+    Row("llama", mesh(tp=2, dp=2), mesh(dp=3), MOMENTS, oracle="catalogue", why=REMAINDERS, quick=True),
+    Row("experts", mesh(dp=2, ep=2), mesh(pp=2), {**MOMENTS, **GATHER}, oracle="catalogue", why=REMAINDERS),
+    # Each rank has its own range of the weights only, until the next step.
+    Row("llama", mesh(dp=2), mesh(dp=3), {**GATHER, **BF16}, quick=True),
+    Row("llama", mesh(dp=3), mesh(tp=2, dp=2), {**GATHER, "bucket_size": 300}, oracle="catalogue", why=PADDED),
+    Row("llama", mesh(pp=2, dp=2, vpp=2), mesh(dp=2), {**GATHER, **BF16}, FOUR_LAYERS),
+    Row("llama", mesh(pp=2, dp=2, vpp=2), mesh(pp=2, vpp=2), {**GATHER, **FIRST_CHUNK_AT_ONCE, **BF16}, FOUR_LAYERS),
+    Row("llama", mesh(dp=4), mesh(tp=2, dp=2), {**GATHER, "instances": 2, **BF16}),
+    Row("experts", mesh(dp=4, ep=2), mesh(tp=2, dp=2, ep=2, etp=1), {**GATHER, **BF16}, ALL_GATHER),
 ]
 
 GROUPS = {

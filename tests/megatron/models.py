@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fused_adam import in_place_of_transformer_engine
 from grouped import group_experts
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -133,6 +134,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0}
+
+
 class Trainee:
     """What `make` returns; it has what a `ray_etc.megatron.Task` has."""
 
@@ -140,7 +144,7 @@ class Trainee:
         self, parallel: ParallelConfig, model: Mapping[str, Any], optimizer: Mapping[str, Any], batch_size: int
     ) -> None:
         cpu.install()
-        given, settings = {**BASE, **model}, dict(optimizer)
+        given, settings = {**BASE, **model}, {**OPTIMIZER, **optimizer}
         self._parallel = parallel
         self._batch_size = batch_size
         self.consumed_samples = 0
@@ -167,16 +171,17 @@ class Trainee:
         )
         seed_streams(7, parallel_state.get_pipeline_model_parallel_rank())
         self.chunks = self._chunks(given, dtype, ddp)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                **{"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0, **settings},
-                bf16=dtype == torch.bfloat16,
-                fp16=dtype == torch.float16,
-                params_dtype=dtype,
-                use_distributed_optimizer=parallel.distributed_optimizer,
-            ),
-            self.chunks,
-        )
+        with in_place_of_transformer_engine(settings.pop("fused_adam", False)):
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    **settings,
+                    bf16=dtype == torch.bfloat16,
+                    fp16=dtype == torch.float16,
+                    params_dtype=dtype,
+                    use_distributed_optimizer=parallel.distributed_optimizer,
+                ),
+                self.chunks,
+            )
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads

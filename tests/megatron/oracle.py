@@ -7,7 +7,8 @@ tensor, ZeRO-1 shards are gathered and cut again by Megatron, and padding is gro
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +35,11 @@ MAIN_PARAM_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 def save_with_megatron(task: Task, folder: Path) -> None:
     """Write a checkpoint of the whole state into an empty folder that all ranks see."""
-    content = {**_sharded(task, is_loading=False), "replicated": task.state.small_state()["replicated"]}
     # A save that waits for itself needs no helper process to collect its results.
     filesystem_async._results_queue = queue.SimpleQueue()
-    dist_checkpointing.save(content, str(folder))
+    with _gathered(task):
+        content = {**_sharded(task, is_loading=False), "replicated": task.state.small_state()["replicated"]}
+        dist_checkpointing.save(content, str(folder))
 
 
 def load_with_megatron(task: Task, folder: Path) -> None:
@@ -77,6 +79,11 @@ class NamedPart:
 
 def parts_by_megatron(task: Task) -> list[NamedPart]:
     """What this rank would write into a checkpoint. All ranks call it, because ZeRO-1 gathers."""
+    with _gathered(task):
+        return _parts(task)
+
+
+def _parts(task: Task) -> list[NamedPart]:
     parts = []
     values: list[Any] = list(nested_values(_sharded(task, is_loading=False)))
     while values:
@@ -128,7 +135,8 @@ def memory_by_megatron(task: Task) -> dict[str, torch.Tensor]:
             for position, main in enumerate(params):
                 for kind, value in {"main": main, **leaf.optimizer.state[main]}.items():
                     held[f"{kind} {number}.{group}.{position}"] = value
-    return {name: value.detach().clone() for name, value in held.items()}
+    with _gathered(task):
+        return {name: value.detach().clone() for name, value in held.items()}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -136,6 +144,23 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.reshape(-1).contiguous().view(torch.uint8), b.reshape(-1).contiguous().view(torch.uint8))
+
+
+@contextmanager
+@torch.no_grad()
+def _gathered(task: Task) -> Iterator[None]:
+    """With `overlap_param_gather`, the whole weights, as Megatron gathers them to save; afterwards what was there.
+
+    So looking changes nothing, and it is left to the next forward pass to gather.
+    """
+    chunks = [chunk for chunk in task.chunks if chunk.ddp_config.overlap_param_gather]
+    before = [(param, param.clone()) for chunk in chunks for param in chunk.parameters()]
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+        chunk.reset_param_sync_dispatch_state()
+    yield
+    for param, value in before:
+        param.copy_(value)
 
 
 def _sharded(task: Task, *, is_loading: bool) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from matrix import BF16, ONE, mesh
+import torch
+from matrix import BF16, ONE, PRECISE, mesh
 
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -25,11 +26,6 @@ class Refusal:
 
 REFUSALS = [
     Refusal(
-        "updated weights gathered in the next step (`overlap_param_gather`)",
-        "leaves the gathering of updated weights to the next step",
-        optimizer={"overlap_grad_reduce": True, "overlap_param_gather": True},
-    ),
-    Refusal(
         "optimizer state in host memory (`optimizer_cpu_offload`)",
         "keeps main weights and moments in host memory",
         optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, **BF16},
@@ -39,6 +35,11 @@ REFUSALS = [
         "requires FusedAdam from TransformerEngine",
         by="Megatron",
         optimizer={"use_precision_aware_optimizer": True, **BF16},
+    ),
+    Refusal(
+        "moments in 8 bits or fp16",
+        "exp_avg_dtype=torch.uint8 is kept as multiples of a scale",
+        optimizer={**PRECISE, "exp_avg_dtype": torch.uint8},
     ),
     Refusal(
         "Muon without its package",

@@ -79,7 +79,7 @@ class Host:
         torch.use_deterministic_algorithms(False)
         if context.generation:  # the warm-up step has left zeros
             for view in self.task.state.views():
-                view.fill_(float("nan"))
+                spoil(view)
         self._steps = 0
         self._transport: CountingTransport | None = None
         self._mapped: list[torch.Tensor] = []
@@ -156,8 +156,13 @@ class Host:
     def reload(self, folder: Path) -> None:
         """Lose everything, and take it from a checkpoint of Megatron's."""
         for view in self.task.state.views():
-            view.detach().fill_(float("nan"))
+            spoil(view)
         load_with_megatron(self.task, folder)
+
+
+def spoil(view: torch.Tensor) -> None:
+    """Make every element worthless: NaN, or the least number."""
+    view.detach().fill_(float("nan") if view.is_floating_point() else torch.iinfo(view.dtype).min)
 
 
 class Generation:

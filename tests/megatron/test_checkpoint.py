@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from fused_adam import join
 from logical import RankShards, read, whole
 from logical import differing as differing_logical
-from matrix import BF16, PLAIN, Row, mesh
+from matrix import BF16, MOMENTS, PLAIN, WHOLE_MAINS, Row, mesh
 from megatron.core import dist_checkpointing
 from models import trainee
-from oracle import parts_by_megatron, whole_by_megatron
+from oracle import parts_by_megatron, same_bits, whole_by_megatron
 from ranks import run_ranks
-from resize import Generation, differing, hand_over, start_next
+from resize import Generation, differing, hand_over, spoil, start_next
 from script import load_by_script, save_by_script
 from tiny import build, parallel
 
@@ -155,6 +156,35 @@ def test_the_optimizer_state_of_several_buckets_is_that_of_its_own_weights(tmp_p
     before = whole(run_ranks(catalogued, 2, mesh(dp=2), buckets, tmp_path, True))
     after = whole(run_ranks(catalogued, 1, mesh(), BF16, tmp_path, False))
     assert differing_logical(before, after) == []
+
+
+def save_remainders(folder: Path) -> tuple[RankShards, bool]:
+    """What was saved, and whether it is the same after it was lost and loaded."""
+    task = trainee("llama", MOMENTS, 4)(mesh(dp=2))
+    for _ in range(2):
+        task.train_step()
+    task.state.save_checkpoint(folder / "ours", 2)
+    save_by_script(task, folder / "theirs", 2)
+    saved = read(task.state)
+    for view in task.state.views():
+        spoil(view)
+    checkpoint.load(task.state, task.chunks, task.optimizer, folder / "ours")
+    return saved, all(same_bits(shard.view, value) for shard, (*_, value) in zip(task.state.shards, saved, strict=True))
+
+
+def test_main_weights_of_which_there_are_remainders_are_saved_whole(tmp_path: Path) -> None:
+    """Others: weights and main weights differed after a load. Megatron saves remainders as if they were the latter."""
+    ranks = run_ranks(save_remainders, 2, tmp_path)
+    assert [is_same for _, is_same in ranks] == [True, True]
+    saved = whole([shards for shards, _ in ranks])
+    whole_mains = {**MOMENTS, **WHOLE_MAINS}
+    loaded = whole(run_ranks(catalogued, 2, mesh(tp=2), whole_mains, tmp_path / "ours", False))
+    for name in (name for kind, name in saved if kind == "main_param_remainder"):
+        main = join(saved["param", name], saved["main_param_remainder", name])
+        assert torch.equal(main, loaded["main_param", name])
+        assert not torch.equal(main, saved["param", name].float())
+    for optimizer in (MOMENTS, whole_mains):
+        assert "other main weights than those" in run_ranks(refusal, 1, optimizer, tmp_path / "theirs")[0]
 
 
 def refusal(optimizer: dict[str, Any], folder: Path) -> str:

@@ -3,22 +3,24 @@
 Some are tested elsewhere. Rows of matrix.py: four stages to four expert ranks; unlike numbers of experts on the ranks;
 chained optimizers over stages; more model chunks than one; another layout of layers. test_megatron_streams.py: the
 streams of all coordinates, and those of a new tensor-parallel rank. test_resized_runs.py: each sample once.
-refusals.py: main weights that are not where they seem to be.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from logical import RankShards, read, whole
-from matrix import BF16, Row, mesh
+from matrix import BF16, MOMENTS, WHOLE_MAINS, Row, mesh
 from models import trainee
 from ranks import run_ranks
-from resize import Generation, hand_over, slots_for, start_next
+from resize import Generation, hand_over, slots_for, spoil, start_next
 
 import ray_etc.megatron
+from ray_etc.megatron import checkpoint, compat
 from ray_etc.planners.errors import StateMissing
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
@@ -206,6 +208,56 @@ def test_loss_scale_and_its_counters_go_on() -> None:
             after = new.ask("look", loss_scales)
     assert before[0][False]["scale"] < 2.0**38
     assert before == after
+
+
+def working_and_main_weights(task: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the optimizer updates on this rank, and of what it is the rounded value. All of it is what is catalogued."""
+    (leaf,) = compat.leaf_optimizers(task.optimizer)
+    catalogued = {view.untyped_storage().data_ptr() for view in task.state.views()}
+    pairs = []
+    for group in leaf.optimizer.param_groups:
+        for param in group["params"]:
+            held = leaf.optimizer.state[param]
+            assert [held[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [torch.bfloat16] * 2
+            assert {value.untyped_storage().data_ptr() for value in (param, *held.values())} <= catalogued
+            pairs.append((param.detach().clone(), held["master_param"].clone()))
+    return pairs
+
+
+def save(task: Any, folder: Path) -> None:
+    task.state.save_checkpoint(folder, 2)
+
+
+def load(task: Any, folder: Path) -> None:
+    for view in task.state.views():
+        spoil(view)
+    checkpoint.load(task.state, task.chunks, task.optimizer, folder)
+
+
+def loss(reports: list[list[dict[str, Any]]]) -> float:
+    """The mean over all ranks of one step."""
+    losses = [micro["loss"] for (step,) in reports for micro in step["losses"]]
+    return sum(losses) / len(losses)
+
+
+def test_main_and_working_weights_agree_after_a_load(tmp_path: Path) -> None:
+    """Others: with a precision-aware optimizer they differed, so that the loss was 0.3 before and 10 after."""
+    row = Row("llama", mesh(dp=2), mesh(tp=2), {**MOMENTS, **WHOLE_MAINS})
+    build = trainee(row.model, row.optimizer, row.batch_size)
+    with Generation(0, row.old, range(2), build).enter() as old:
+        old.ask("train", 2)
+        old.ask("look", partial(save, folder=tmp_path))
+        with start_next(old, row.new, range(2), build) as new:
+            hand_over(old, new, range(2)).check()
+            before, losses = loss(old.ask("train", 1)), []
+            for way in ("moved", "loaded"):
+                if way == "loaded":
+                    new.ask("look", partial(load, folder=tmp_path))
+                for working, main in (pair for rank in new.ask("look", working_and_main_weights) for pair in rank):
+                    assert main.dtype == torch.float32
+                    assert torch.equal(working, main.bfloat16()), way
+                losses.append(loss(new.ask("train", 1)))
+    assert losses[0] == losses[1] == pytest.approx(before, abs=1e-2)
 
 
 def test_a_handover_leaves_no_process_group_behind() -> None:

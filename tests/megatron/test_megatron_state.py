@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ class Cursor:
 class Own:
     """GPT-2's shape: layer norms, biases, learned positions, tied embeddings; by chunks of a virtual pipeline."""
 
-    def __init__(self, pp: int = 1, vp: int | None = None, overlap: bool = False) -> None:
+    def __init__(self, pp: int = 1, vp: int | None = None) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -77,9 +78,7 @@ class Own:
                 share_embeddings_and_output_weights=True,
                 vp_stage=chunk if vp else None,
             )
-            ddp = DistributedDataParallelConfig(
-                use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
-            )
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
             self.chunks.append(DistributedDataParallel(config, ddp, model))
         settings = OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-3, use_distributed_optimizer=True)
         self.optimizer = get_megatron_optimizer(settings, self.chunks)
@@ -172,12 +171,17 @@ def test_what_cannot_be_moved_is_said_at_once() -> None:
             Own().state(mine=3)
         return str(refused.value)
 
-    def stale_weights() -> str:
-        with pytest.raises(ValueError, match="overlap_param_gather=True") as refused:
-            Own(overlap=True).state()
+    def with_a_checkpoint_loaded_after_it() -> str:
+        own = Own()
+        state = own.state()
+        state.check_memory()
+        adam = own.optimizer.chained_optimizers[0].optimizer
+        adam.load_state_dict(deepcopy(adam.state_dict()))
+        with pytest.raises(ValueError, match="load checkpoints before that") as refused:
+            state.check_memory()
         return str(refused.value)
 
-    assert run_ranks(stale_weights, 1)[0].endswith("most of a rank's weights are a step old; set it to False")
+    assert "is another tensor than when ray_etc.megatron.state" in run_ranks(with_a_checkpoint_loaded_after_it, 1)[0]
     assert run_ranks(without_a_state_dict, 1) == ["mine is a int without state_dict and load_state_dict"]
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from models import trainee
 from ranks import RanksFailedError, run_ranks
 from refusals import REFUSALS, Refusal
-
-from ray_etc.megatron import compat
 
 
 def train(refusal: Refusal) -> None:
@@ -25,13 +21,3 @@ def test_refused(refusal: Refusal) -> None:
     assert told
     # By us: before the first step, and in one line.
     assert refusal.by == "Megatron" or all(line.startswith("ValueError: ") for line in told if "raise" not in line)
-
-
-def test_a_precision_aware_optimizer_is_refused_where_it_could_be_made() -> None:
-    """It needs Transformer Engine, so this is one by name only."""
-    leaf = compat.FP32Optimizer.__new__(compat.FP32Optimizer)
-    leaf.config = SimpleNamespace(optimizer="adam", use_precision_aware_optimizer=True)
-    with pytest.raises(
-        ValueError, match=r"^use_precision_aware_optimizer=True hides the main weights .* set it to False$"
-    ):
-        compat.require_known_optimizer(leaf)
