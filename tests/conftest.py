@@ -15,4 +15,4 @@ os.environ.update(
 )
 
 # The GPU tests run the same processes, layouts, loops and oracles as those of the CPU.
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "trainer")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "megatron", "trainer")]
