@@ -3,7 +3,8 @@
 Some are tested elsewhere. Rows of matrix.py: four stages to four expert ranks; unlike numbers of experts on the ranks;
 chained optimizers over stages; more model chunks than one; another layout of layers. test_megatron_streams.py: the
 streams of all coordinates, and those of a new tensor-parallel rank. test_resized_runs.py: each sample once.
-refusals.py: main weights that are not where they seem to be.
+test_batch_ramp.py: a global batch that goes its own way. refusals.py: main weights that are not where they seem to be.
+tests/actors/test_session.py and tests/gpu/test_boundary.py: a copy that begins before the optimizer has ended.
 """
 
 from __future__ import annotations
@@ -177,20 +178,6 @@ def test_a_rank_that_owns_no_element_counts_steps_like_the_others() -> None:
         new.ask("train", 1)
         new.digests()  # fails where ranks differ
         assert new.ask("look", adam_step) == [3] * 6
-
-
-def test_batch_size_ramp_up_goes_on_whatever_the_replicas() -> None:
-    """Others: the global batch changed with the number of replicas."""
-    ramp = {"batch_size_schedule": "0:4 8:8 24:16"}
-    build = trainee("llama", ramp, 16)
-    reports = []
-    with Generation(0, mesh(), range(1), build).enter() as old:
-        for _ in range(2):
-            reports += old.ask("train", 1)
-        with start_next(old, mesh(dp=2), range(2), build) as new:
-            hand_over(old, new, range(2)).check()
-            reports += new.ask("train", 3)[:1]
-    assert [report["samples"] for by_step in reports for report in by_step] == [4, 4, 8, 8, 16]
 
 
 def test_loss_scale_and_its_counters_go_on() -> None:
