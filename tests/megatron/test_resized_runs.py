@@ -122,7 +122,7 @@ def roll_rows_of_qkv(task: Task) -> None:
 
 
 def repeat_a_batch(task: Task) -> None:
-    task.loader.consumed_samples -= task.batch.global_batch_size
+    task.loader.consumed_samples -= task.batch.size_after(0)
 
 
 @pytest.mark.parametrize("fault", [forget_first_moments, count_a_step_less, roll_rows_of_qkv, repeat_a_batch])
