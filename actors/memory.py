@@ -118,7 +118,7 @@ class StateMemory:
     def release(self, numbers: Iterable[int]) -> None:
         """Give shared allocations back to the machine, for good; nobody may have them mapped any more."""
         for number in set(numbers) & self._held:
-            sharing.release(self._storages[number], self._handles[number])
+            sharing.release(self._storages[number], self._handles.pop(number))
             self._held.discard(number)
         self.trim()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,9 +38,13 @@ class HostHandle:
 
 @dataclass(frozen=True, slots=True)
 class CudaHandle:
-    """The arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+    """The arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`; `alias` is only in the owner."""
 
     arguments: tuple[Any, ...]
+    alias: Any = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CudaHandle, (self.arguments,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +123,24 @@ def release(storage: torch.UntypedStorage, handle: HostHandle | CudaHandle) -> N
     On GPUs the storage is empty then, and torch's allocator has its memory. On CPUs its bytes read as zeros.
     """
     if isinstance(handle, CudaHandle):
-        # torch keeps what it shared for a reader to come, until one has been there: say that none will.
-        counter, offset, device = (handle.arguments[number] for number in (11, 12, 6))
-        storage._release_ipc_counter(counter, offset, device=device)
         storage.resize_(0)
     elif handle.nbytes and _LIBC.fallocate(handle.descriptor, _PUNCH_HOLE, _OFFSET(0), _OFFSET(handle.nbytes)):
         raise OSError(ctypes.get_errno(), f"cannot release {handle.nbytes} bytes of shared memory")
 
 
 def share_storage(storage: torch.UntypedStorage) -> HostHandle | CudaHandle:
-    """A handle on one storage. On GPUs only once: torch keeps what it shared until each sharing was opened and shut."""
+    """A handle on one storage. On GPUs the owner keeps it for as long as anyone may open it."""
     if storage.device.type == "cuda":
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        # torch keeps what it shared until exactly one reader has come and gone. Here there may be none, or several:
+        # let it count them on an alias, which owns no memory.
+        alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(alias)
         # Sharing records an event on the current stream. The default stream of a process that is stuck in a collective
         # never gets there.
         with torch.cuda.stream(torch.cuda.Stream(storage.device)):
             *arguments, _ = reductions.reduce_tensor(whole)[1]
         # Readers need not wait for that event, one a storage: what they read is written later, and waited for.
-        return CudaHandle((*arguments, False))
+        return CudaHandle((*arguments, False), alias)
     if storage.nbytes() == 0:
         return HostHandle(os.getpid(), -1, (0, 0), 0)
     descriptor, nbytes = storage._share_fd_cpu_()

@@ -72,15 +72,11 @@ class TrainingRank:
         from benchmarks.end_to_end_training import build
 
         self._rank, self._parallel, self._step = rank, parallel, 0
-        device = None
         if not use_cpu:
-            device = torch.device("cuda", rank)
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(rank)
         world = parallel.world_size
         meeting = dist.FileStore(store, world)
-        dist.init_process_group(
-            "gloo" if use_cpu else "nccl", store=meeting, rank=rank, world_size=world, device_id=device
-        )
+        dist.init_process_group("gloo" if use_cpu else "nccl", store=meeting, rank=rank, world_size=world)
         # What checkpoints tell each other, also while training goes on.
         self._side_group: Any = dist.new_group(backend="gloo")
         self._task: Task = build(config, parallel)

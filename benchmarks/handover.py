@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +99,22 @@ def main() -> int:
     unit = 1024 if arguments.cpu else MIB
     sizes = (arguments.staging_mib * unit, arguments.direct_mib * unit)
     done: list[dict[str, Any]] = []
+
+    def measure(case: Case, run: Callable[[], dict[str, Any]]) -> None:
+        if arguments.only not in case.name:
+            return
+        try:
+            done.append(run())
+        except Exception as error:  # the others are still worth their time
+            done.append({"case": case.name, "error": f"{type(error).__name__}: {error}", "is_right": False})
+        keep("cases", done)
+
     for case in cases(model, half):
-        if arguments.only in case.name:
-            done.append(run_case(case, rates, arguments.cpu, *sizes))
-            keep("cases", done)
-    for case in [*tight_cases(model), headroom_case(model, arguments.cpu)]:
-        if arguments.only in case.name:
-            done.append(run_tight(case, arguments.cpu, sizes[0], fills=case.name.startswith("headroom")))
-            keep("cases", done)
+        measure(case, partial(run_case, case, rates, arguments.cpu, *sizes))
+    for case in tight_cases(model):
+        measure(case, partial(run_tight, case, arguments.cpu, sizes[0]))
+    headroom = headroom_case(model, arguments.cpu)
+    measure(headroom, partial(run_tight, headroom, arguments.cpu, sizes[0], fills=True))
     if arguments.slow_layers:
         shallow = TINY if arguments.cpu else ModelShape(arguments.slow_layers, 512, 1408, 8, 8, 4096, kv_channels=64)
         keep("eight_ranks_over_sockets", slow_network(shallow, arguments.cpu, sizes[0]))

@@ -11,7 +11,7 @@ from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.zoo import ModelShape
 
-SOCKETS = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"}
+SOCKETS = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "1"}
 """Connections to each peer, for both ways of sending; by default NCCL makes one."""
 
 

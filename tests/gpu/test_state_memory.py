@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
+from processes import Board, run_processes
 
+from ray_etc.actors import sharing
 from ray_etc.actors.memory import StateMemory
 from ray_etc.actors.passes import Job, Pass
 
@@ -45,15 +48,37 @@ def test_built_emptied_and_made_again() -> None:
     assert table.sum().item() == 499500
 
 
-def test_released_although_nobody_ever_mapped_it() -> None:
-    views = [torch.ones(2 * GIB // 4, device="cuda") for _ in range(2)]
-    memory = StateMemory(views)
-    memory.share()
-    before, _ = torch.cuda.mem_get_info()
-    memory.release([0])
-    after, _ = torch.cuda.mem_get_info()
-    assert after - before >= 2 * GIB
-    assert views[1].all()
+READERS = {0: 0, 1: 1, 2: 2}
+"""How often each allocation is opened, read and let go of again before it is released."""
+
+
+def lending_body(rank: int, board: Board) -> list[int]:
+    if rank == 1:
+        shared = pickle.loads(board.get("shared"))
+        for number, times in READERS.items():
+            for _ in range(times):
+                [view] = sharing.open(shared, [number])
+                assert view[-1] == 1.0
+                del view
+        board.put("read")
+        board.get("released")
+        return []
+    memory = StateMemory([torch.ones(2 * GIB // 4, device="cuda") for _ in range(len(READERS) + 1)])
+    board.put("shared", pickle.dumps(memory.share()))
+    board.get("read")
+    given_back = []
+    for number in READERS:
+        before, _ = torch.cuda.mem_get_info()
+        memory.release([number])
+        given_back.append(torch.cuda.mem_get_info()[0] - before)
+    board.put("released")
+    return given_back
+
+
+def test_released_however_often_it_was_mapped() -> None:
+    owner, reader = run_processes(2, lending_body, timeout_s=120)
+    assert [owner.error, reader.error] == [None, None]
+    assert all(nbytes >= 2 * GIB for nbytes in owner.value), owner.value
 
 
 def test_pass_lets_go_of_its_memory_without_a_garbage_collector() -> None:

@@ -29,19 +29,23 @@ def load_and_train(config: ParallelConfig, folder: Path, **model: Any) -> tuple[
     return read(task.state), [task.train_step()["loss"] for _ in range(2)]
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "bf16"),
     [
-        (parallel(tp=2), parallel(dp=2), False),
-        (parallel(tp=2), parallel(dp=2), True),
-        (parallel(dp=2), parallel(tp=4), True),
         (parallel(tp=4, sp=True), parallel(pp=2, dp=2), True),
-        (parallel(tp=2, dp=2, zero=False), parallel(pp=4, zero=False), True),
         (parallel(pp=2, zero=False), parallel(tp=2, zero=False), False),
         (parallel(dp=2), parallel(pp=2, zero=False), True),
-        (parallel(dp=2), parallel(pp=2, zero=False), False),
-        (parallel(tp=2, zero=False), ONE, True),
-        (parallel(tp=2, zero=False), parallel(dp=2), False),
+        slow(parallel(tp=2), parallel(dp=2), False),
+        slow(parallel(tp=2), parallel(dp=2), True),
+        slow(parallel(dp=2), parallel(tp=4), True),
+        slow(parallel(tp=2, dp=2, zero=False), parallel(pp=4, zero=False), True),
+        slow(parallel(dp=2), parallel(pp=2, zero=False), False),
+        slow(parallel(tp=2, zero=False), ONE, True),
+        slow(parallel(tp=2, zero=False), parallel(dp=2), False),
     ],
     ids=lambda value: str(value) if isinstance(value, ParallelConfig) else ("fp32", "bf16")[value],
 )

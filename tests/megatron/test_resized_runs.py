@@ -121,7 +121,13 @@ SAME_SUMS: dict[str, tuple[tuple[Stage, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("stages", "model"), SAME_SUMS.values(), ids=SAME_SUMS.keys())
+SLOW = ("other slots", "other slots, dropout", "TP2 over two stages")
+
+
+@pytest.mark.parametrize(
+    ("stages", "model"),
+    [pytest.param(*SAME_SUMS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SAME_SUMS],
+)
 def test_bit_equal_where_sums_are_in_the_same_order(stages: tuple[Stage, ...], model: dict[str, Any]) -> None:
     after, plain = resized(*stages, **model), unbroken(stages, **model)
     assert after.losses == plain.losses

@@ -18,6 +18,7 @@ from ray_etc.actors.faults import Fault
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.slow  # test_autoscaler.py does the same, with nodes that an autoscaler adds and removes
 def test_dp2_to_dp4_when_a_node_joins_and_back_when_it_drains(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
     run = start(tmp_path, (1, 4), slots=2)
@@ -44,25 +45,6 @@ def test_dp2_to_dp4_when_a_node_joins_and_back_when_it_drains(nodes: Any, tmp_pa
     assert shrink.paused_at < shrink.deadline
     assert grow.nbytes_wire == grow.nbytes_lower_bound == plan.nbytes_wire
     assert result.return_value == "trained"
-
-
-def test_requested_dp3_to_dp1_to_dp2_plain_optimizer(nodes: Any, tmp_path: Path) -> None:
-    nodes.add(3)
-    run = start(tmp_path, (1, 3), parallel=ParallelConfig(distributed_optimizer=False), checkpoint_at=1)
-    wait_for_step(run)
-    one = run.resize(1)
-    assert run.status().slots_usable <= 3
-    wait_for_step(run)
-    two = run.resize(parallel=ParallelConfig(data_parallel=2))
-    wait_for_step(run)
-    result = finish(run, tmp_path)
-    check_exact(result)
-    assert [(r.parallel_from.data_parallel, r.parallel_to.data_parallel) for r in result.resizes] == [(3, 1), (1, 2)]
-    assert one.certified
-    assert two.certified
-    assert two.parallel_to.distributed_optimizer
-    assert result.checkpoint is not None
-    assert result.checkpoint.path.endswith("checkpoint1")
 
 
 def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_path: Path) -> None:

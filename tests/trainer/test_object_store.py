@@ -23,17 +23,28 @@ def created_nbytes(cluster: Cluster) -> int:
     return get_memory_info_reply(get_state_from_address(cluster.address)).store_stats.cumulative_created_bytes
 
 
-def test_no_object_of_1_mib_is_put_in_a_handover(cluster: Cluster, nodes: Any, tmp_path: Path) -> None:
-    nodes.add(2)
-    run = start(tmp_path, (1, 2), size=SIZE)
+def test_requested_dp3_to_dp1_to_dp2_puts_no_object_of_1_mib(cluster: Cluster, nodes: Any, tmp_path: Path) -> None:
+    nodes.add(3)
+    plain = ParallelConfig(distributed_optimizer=False)
+    run = start(tmp_path, (1, 3), parallel=plain, checkpoint_at=1, size=SIZE)
     wait_for_step(run)
     before = created_nbytes(cluster)
-    record = run.resize(parallel=ParallelConfig(data_parallel=2, distributed_optimizer=False))
+    one = run.resize(1)
+    assert run.status().slots_usable <= 3
+    wait_for_step(run)
+    two = run.resize(parallel=ParallelConfig(data_parallel=2))
     put = created_nbytes(cluster) - before
     wait_for_step(run)
-    check_exact(finish(run, tmp_path))
-    assert record.nbytes_local + record.nbytes_wire == 2 * 2 * SIZE * 4
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert [(r.parallel_from.data_parallel, r.parallel_to.data_parallel) for r in result.resizes] == [(3, 1), (1, 2)]
+    assert one.certified
+    assert two.certified
+    assert two.parallel_to.distributed_optimizer
+    assert one.nbytes_local + one.nbytes_wire == SIZE * 8
     assert put < MIB
+    assert result.checkpoint is not None
+    assert result.checkpoint.path.endswith("checkpoint1")
 
 
 def test_the_count_sees_what_is_put(cluster: Cluster, nodes: Any) -> None:
