@@ -51,7 +51,8 @@ def old_rank(board: Board, waits_for_gpu: bool) -> None:
     thread = threading.Thread(target=loop)
     thread.start()
     assert session.wait_entered(30.0)
-    board.put("shared", pickle.dumps(sharing.share(state.views())))
+    shared = sharing.share(state.views())  # kept until it was read
+    board.put("shared", pickle.dumps(shared))
     session.begin(0)
     board.get("ready")
     if not waits_for_gpu:

@@ -76,7 +76,8 @@ class Host:
         self._mover: Mover | None = None
 
     def enter(self) -> tuple[RankLayout, sharing.SharedMemory]:
-        return self.task.state.layout(), sharing.share(self.task.state.views())
+        self._shared = sharing.share(self.task.state.views())  # kept, because others may open it
+        return self.task.state.layout(), self._shared
 
     def train(self, steps: int) -> list[dict[str, Any]]:
         self._steps += steps

@@ -11,13 +11,17 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,8 +34,14 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 START_S = 300.0
 """Importing takes each process 10 s of a core."""
-LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-SOCKETS = {**LOOPBACK, "NCCL_NET": "Socket", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is run here
+}
 
 
 class Seats:
@@ -40,13 +50,15 @@ class Seats:
     def __init__(self, slots: int, gpus: int) -> None:
         self._slots, self._gpus = slots, gpus
         self._seats: dict[tuple[int, int], Seat] = {}
+        self._stores = Path(tempfile.mkdtemp())
 
     def __call__(self, make: Callable[[], Any], at: Address) -> Seat:
         if not self._seats:
             self._seats = {(side, slot): Seat(slot, self._gpus) for slot in range(self._slots) for side in (0, 1)}
             for seat in self._seats.values():
                 seat.wait_started()
-        return self._seats[at.generation % 2, at.slot].take(make, at)
+        # The folder of a generation is gone before its ranks have left their group.
+        return self._seats[at.generation % 2, at.slot].take(make, at, self._stores / at.folder.name)
 
     def clear(self) -> None:
         """End all processes; the next ranks get new ones. After a failure, some may wait for others for ever."""
@@ -59,6 +71,7 @@ class Seats:
 
     def __exit__(self, *exception: object) -> None:
         self.clear()
+        shutil.rmtree(self._stores, ignore_errors=True)
 
 
 class Seat:
@@ -68,8 +81,12 @@ class Seat:
         self.pipe, theirs = CONTEXT.Pipe()
         self.who, self.timeout_s = f"slot {slot}", 0.0
         self._unanswered = 0
-        self._process = CONTEXT.Process(target=_serve, args=(theirs, slot, gpus), daemon=True)
-        self._process.start()
+        self._process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        with patch.dict(os.environ, ENVIRONMENT):  # of the process from its very start, before it looks for GPUs
+            if gpus:
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+                os.environ.update(NCCL_HOSTID=f"slot{slot}", CUDA_VISIBLE_DEVICES=visible.split(",")[slot % gpus])
+            self._process.start()
         theirs.close()
 
     def wait_started(self) -> None:
@@ -77,9 +94,9 @@ class Seat:
             raise RanksFailedError(f"{self.who}: has not started within {START_S} s")
         self.pipe.recv_bytes()
 
-    def take(self, make: Callable[[], Any], at: Address) -> Self:
+    def take(self, make: Callable[[], Any], at: Address, store: Path) -> Self:
         self.who, self.timeout_s = f"generation {at.generation}, rank {at.rank} in slot {at.slot}", at.timeout_s
-        self.start("arrive", make, at)
+        self.start("arrive", make, at, store)
         return self
 
     def start(self, method: str, *args: Any) -> None:
@@ -111,14 +128,9 @@ class Seat:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, slot: int, gpus: int) -> None:
+def _serve(pipe: Connection) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
-    os.environ.update(LOOPBACK)
-    if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        os.environ.update(SOCKETS, NCCL_HOSTID=f"slot{slot}", CUDA_VISIBLE_DEVICES=visible.split(",")[slot % gpus])
-        torch.compiler.set_stance("force_eager")  # compiling takes longer than all that is run here
     pipe.send_bytes(b"started")
     host: Any = None
     while True:
@@ -140,10 +152,10 @@ def _serve(pipe: Connection, slot: int, gpus: int) -> None:
         pipe.send_bytes(pickle.dumps((answer, error)))
 
 
-def _arrive(make: Callable[[], Any], at: Address) -> Any:
+def _arrive(make: Callable[[], Any], at: Address, store: Path) -> Any:
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.FileStore(str(at.folder / "store"), at.world_size),
+        store=dist.FileStore(str(store), at.world_size),
         rank=at.rank,
         world_size=at.world_size,
         timeout=timedelta(seconds=at.timeout_s),
