@@ -15,7 +15,7 @@ from runs import wait_for_step
 import ray_etc
 from ray_etc import ElasticTrainer, ParallelConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 MODEL = {
     "num_layers": 2,
