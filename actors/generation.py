@@ -16,6 +16,7 @@ from ray_etc.actors.session import Context
 from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.links import Links
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.phases import Key
 
@@ -33,6 +34,8 @@ class TrainJob:
     start_timeout_s: float
     slot_nbytes: int | None = None
     """What all processes of a slot may have of its memory together; None for all of a GPU, or no limit on CPUs."""
+    links: Links = field(default_factory=Links)
+    """How fast bytes travel, and how large a slice goes without packing."""
 
 
 class Wait(Protocol):

@@ -21,6 +21,7 @@ from ray_etc.actors.messages import Boundary, why_ended
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.tight import TightMove
 from ray_etc.planners.errors import StateMissing
+from ray_etc.planners.facts import facts_of
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import sources_of_streams
 from ray_etc.planners.phases import PhasedPlan
@@ -129,7 +130,7 @@ class Handover:
                 self._wait(warming, self._job.start_timeout_s, "kernels to be compiled")
                 self._tight = TightMove(
                     *(plan, phased, self._old, self._new, self._members, self._group),
-                    *(self._wait, self._timeout_s, self._record),
+                    *(self._wait, self._timeout_s, self._record, self._job.links.direct_nbytes),
                 )
         return plan
 
@@ -165,7 +166,7 @@ class Handover:
         try:
             # What only slots that will go hold leaves them first, whatever time there is.
             leaving = [slot for slot in source if slot not in self._usable]
-            plan = make_plan(source, target, nodes, usable=self._usable, endangered=leaving)
+            plan = make_plan(source, target, nodes, usable=self._usable, endangered=leaving, links=self._job.links)
         except StateMissing as missing:
             if not self._old.dead:
                 raise
@@ -175,6 +176,7 @@ class Handover:
         self._record.plan = plan
         self._record.nbytes_wire, self._record.nbytes_local = plan.nbytes_wire, plan.nbytes_local
         self._record.nbytes_lower_bound = plan.nbytes_lower_bound
+        self._record.move_s_predicted = facts_of(plan, self._job.links).seconds.total
         return plan
 
     def _release_old(self) -> None:
@@ -204,8 +206,9 @@ class Handover:
         for rank, (member, slot_id) in enumerate(zip(self._members, plan.slots, strict=True)):
             is_new = slot_id in self._new.slot_ids
             memory = shared.get(slot_id) if is_new else None
+            part, direct_nbytes = plan.for_rank(rank), self._job.links.direct_nbytes
             preparing.append(
-                member.prepare_move.remote(self._group, plan.for_rank(rank), plan.source[rank], memory, is_new)
+                member.prepare_move.remote(self._group, part, plan.source[rank], memory, is_new, direct_nbytes)
             )
         self._wait(preparing, self._timeout_s, "the move to be prepared")
 

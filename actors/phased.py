@@ -34,6 +34,7 @@ class RankPhase:
     held: tuple[int, ...]
     wanted: tuple[int, ...]
     made: tuple[int, ...]
+    direct_nbytes: int
     derived: Mapping[Key, Key] | None = None
 
 
@@ -46,9 +47,14 @@ class PhaseReport:
 
 
 def phase_of(
-    plan: PhasedPlan, index: int, rank: int, whole: tuple[RankLayout, RankLayout], derived: Mapping[Key, Key]
+    plan: PhasedPlan,
+    index: int,
+    rank: int,
+    whole: tuple[RankLayout, RankLayout],
+    derived: Mapping[Key, Key],
+    direct_nbytes: int,
 ) -> RankPhase:
-    """Phase `index` for one rank, whose slot holds `whole` before and after."""
+    """Phase `index` for one rank, whose slot holds `whole` before and after; for `direct_nbytes` see `Mover`."""
     phase = plan.phases[index]
     return RankPhase(
         phase.plan.for_rank(rank),
@@ -56,6 +62,7 @@ def phase_of(
         () if phase.is_cast else tuple(phase.positions(whole[0])),
         tuple(phase.positions(whole[1])),
         phase.made[rank],
+        direct_nbytes,
         {key: derived[key] for key in phase.tensors} if phase.is_cast else None,
     )
 
@@ -81,7 +88,8 @@ def move_as_new(
         sources = _cast(tuple(target), targets, layout, views, part.derived)
     else:
         sources = sharing.open(shared, part.held) if shared is not None else []
-    mover = Mover(part.plan, transport, sources, part.source, targets, tuple(target), memory.device)
+    ends = (sources, part.source, targets, tuple(target))
+    mover = Mover(part.plan, transport, *ends, memory.device, part.direct_nbytes)
     return _run(mover, memory, timeout_s, on_event)
 
 
@@ -96,7 +104,7 @@ def move_as_old(
     """As an old rank whose slot is leaving: send what others need."""
     _reset_peak(memory)
     sources = [views[n] for n in part.held]
-    mover = Mover(part.plan, transport, sources, part.source, [], (), memory.device)
+    mover = Mover(part.plan, transport, sources, part.source, [], (), memory.device, part.direct_nbytes)
     return _run(mover, memory, timeout_s, on_event)
 
 

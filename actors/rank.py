@@ -202,7 +202,13 @@ class Rank:
 
     @ray.method(concurrency_group="control")
     def prepare_move(
-        self, group: str, plan: RankPlan, source: RankLayout, shared: sharing.SharedMemory | None, is_new: bool
+        self,
+        group: str,
+        plan: RankPlan,
+        source: RankLayout,
+        shared: sharing.SharedMemory | None,
+        is_new: bool,
+        direct_nbytes: int,
     ) -> None:
         """Map the old rank's memory (a new rank) or take one's own (a rank that is leaving), and make the buffers."""
         with self._at_work_for(group):
@@ -214,9 +220,11 @@ class Rank:
             else:
                 source_views, target_views, target = state.views(), [], ()
             with torch.cuda.stream(self._stream):
-                mover = Mover(plan, get_group(group), source_views, source, target_views, target)
-                mover.prepare()
-            self._mover = mover
+                self._mover = Mover(
+                    *(plan, get_group(group), source_views, source, target_views, target),
+                    direct_nbytes=direct_nbytes,
+                )
+                self._mover.prepare()
 
     @ray.method(concurrency_group="control")
     def move(self, group: str, timeout_s: float) -> MoveReport:

@@ -21,6 +21,8 @@ class ResizeRecord:
     began first. `error` says why a resize
     was given up; training then went on in the old generation, or a recovery was tried again.
 
+    `move_s_predicted` is what the plan expects of the move and its certificate, by the trainer's `links`.
+
     `memory_mode` is "safe" where the old state stays whole until the commit, else "tight": it is released phase by
     phase, and after the first release the old generation cannot go on. `nbytes_peak_predicted` is the most that the
     plan expects any slot to hold of old state, new state and staging; `nbytes_peak` what its two processes had
@@ -36,6 +38,7 @@ class ResizeRecord:
     nbytes_wire: int = 0
     nbytes_local: int = 0
     nbytes_lower_bound: int = 0
+    move_s_predicted: float = 0.0
     memory_mode: str = "safe"
     nbytes_peak_predicted: int = 0
     nbytes_peak: int | None = None
@@ -72,6 +75,7 @@ class ResizeRecord:
             "nbytes_wire": self.nbytes_wire,
             "nbytes_local": self.nbytes_local,
             "nbytes_lower_bound": self.nbytes_lower_bound,
+            "move_s_predicted": self.move_s_predicted,
             "memory_mode": self.memory_mode,
             "nbytes_peak_predicted": self.nbytes_peak_predicted,
             "nbytes_peak": self.nbytes_peak,

@@ -39,9 +39,11 @@ class TightMove:
         wait: Wait,
         timeout_s: float,
         record: ResizeRecord,
+        direct_nbytes: int,
     ) -> None:
         self._plan, self._phased, self._old, self._new, self._members = plan, phased, old, new, members
         self._group, self._wait, self._timeout_s, self._record = group, wait, timeout_s, record
+        self._direct_nbytes = direct_nbytes
         self._derived: Mapping[Key, Key] = old.derived
         self._shared = {slot.slot_id: each.shared for slot, each in zip(old.slots, old.entered, strict=True)}
         self.peak = np.zeros(len(plan.slots), dtype=np.int64)
@@ -84,7 +86,7 @@ class TightMove:
         for rank, (member, slot_id) in enumerate(zip(self._members, self._plan.slots, strict=True)):
             is_new = slot_id in self._new.slot_ids
             whole = self._plan.source[rank], self._plan.target[rank]
-            part = phase_of(self._phased, index, rank, whole, self._derived)
+            part = phase_of(self._phased, index, rank, whole, self._derived, self._direct_nbytes)
             memory = self._shared.get(slot_id) if is_new else None
             moving.append(member.move_phase.remote(self._group, part, memory, is_new, self._timeout_s))
         with self._record.phase("move"):

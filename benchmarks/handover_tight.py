@@ -26,6 +26,7 @@ from ray_etc.actors.generation import Generation
 from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.memory import StateMemory, limit_training, training_nbytes
 from ray_etc.actors.messages import Entered, Usage
+from ray_etc.actors.mover import DIRECT_NBYTES
 from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old, warm_up
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.sums import as_integers
@@ -223,7 +224,9 @@ def _carry_out(
     call_all(processes, "connect", opened[0])
     call_all(processes, "warm_up")
     record = ResizeRecord(1, "benchmark", old.parallel, new.parallel)
-    move = TightMove(plan, phased, old, new, [Remote(each) for each in processes], "tight", wait, MOVE_S, record)
+    move = TightMove(
+        plan, phased, old, new, [Remote(each) for each in processes], "tight", wait, MOVE_S, record, DIRECT_NBYTES
+    )
     start = time.monotonic()
     move.carry_out()
     handover_s = time.monotonic() - start

@@ -79,8 +79,7 @@ def summary(plan: MigrationPlan, facts: PlanFacts, deadline_s: float | None = No
     rows += [
         (
             "predicted time",
-            f"{seconds.total:.3g} s: wire {seconds.wire:.3g} s beside local {seconds.local:.3g} s, "
-            f"then certify {seconds.certify:.3g} s",
+            f"{seconds.total:.3g} s: wire {seconds.wire:.3g} s beside local {seconds.local:.3g} s",
         ),
         (
             "memory at most",

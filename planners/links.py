@@ -14,11 +14,10 @@ class Links:
     The defaults are what one host with two H200 measured, and a network of 400 Gb/s NICs, one a GPU and eight a node.
 
     Args:
-        copy_bytes_per_s: a copy inside one GPU, counted once.
+        copy_bytes_per_s: a copy inside one GPU whose both ends are summed for the certificate, counted once.
         same_node_bytes_per_s: between one GPU and all others of its node (NVLink).
         nic_bytes_per_s: between one GPU and other nodes, by its own NIC.
         network_bytes_per_s: between one node and all others.
-        certify_bytes_per_s: checksums of what one GPU holds.
         message_s: the fixed cost of one message.
         direct_nbytes: contiguous slices of at least this many bytes are sent without being packed.
         measured_on: hardware, versions and date, for people.
@@ -28,7 +27,6 @@ class Links:
     same_node_bytes_per_s: float = 3.2e11
     nic_bytes_per_s: float = 5.0e10
     network_bytes_per_s: float = 4.0e11
-    certify_bytes_per_s: float = 1.0e12
     message_s: float = 2.0e-5
     direct_nbytes: int = 512 * 2**20
     measured_on: dict[str, str] = field(default_factory=dict)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ray_etc.actors.session import Context
     from ray_etc.actors.state import StateShard, TrainState
     from ray_etc.loop import get_context, report, steps
+    from ray_etc.planners.links import Links
     from ray_etc.planners.parallel import ParallelConfig
     from ray_etc.planners.plan import MigrationPlan
     from ray_etc.results import ElasticCallback, ElasticResult
@@ -26,6 +27,7 @@ __all__ = [
     "ElasticResult",
     "ElasticRun",
     "ElasticTrainer",
+    "Links",
     "MigrationPlan",
     "ParallelConfig",
     "ResizeFailed",
@@ -48,6 +50,7 @@ _HOMES = {
     "ray_etc.actors.session": ("Context",),
     "ray_etc.actors.state": ("StateShard", "TrainState"),
     "ray_etc.loop": ("get_context", "report", "steps"),
+    "ray_etc.planners.links": ("Links",),
     "ray_etc.planners.parallel": ("ParallelConfig",),
     "ray_etc.planners.plan": ("MigrationPlan",),
     "ray_etc.results": ("ElasticCallback", "ElasticResult"),

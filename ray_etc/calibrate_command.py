@@ -27,7 +27,7 @@ NEAR_BEST = 0.95
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """Measure copies, messages and checksums on this host, by one process a GPU, and write them as a table of links."""
+    """Measure copies and messages on this host, by one process a GPU, and write them as a table of links."""
 
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     """Where to write the JSON table."""
@@ -38,7 +38,6 @@ class Measured:
     """What one process saw; seconds for messages of each size in bytes, each way at once with its partner."""
 
     copy_bytes_per_s: float
-    certify_bytes_per_s: float
     message_s: Mapping[int, float]
 
 
@@ -50,7 +49,7 @@ def run_calibrate(options: CalibrateOptions) -> int:
     measured = measure(gpus or 2, use_gpus=gpus > 0)
     links = table_of(measured, hardware(gpus))
     links.save(options.out)
-    for name in ("copy", "same_node", "certify"):
+    for name in ("copy", "same_node"):
         print(f"{name:<10} {getattr(links, f'{name}_bytes_per_s') / 1e9:10.1f} GB/s")
     print(f"message    {links.message_s * 1e6:10.1f} us")
     print(f"direct     {links.direct_nbytes / MIB:10.1f} MiB and more without packing")
@@ -63,18 +62,16 @@ def run_calibrate(options: CalibrateOptions) -> int:
 def table_of(measured: list[Measured], measured_on: dict[str, str]) -> Links:
     """The slowest process decides. Where none had a partner to exchange with, messages keep their defaults."""
     copy = min(each.copy_bytes_per_s for each in measured)
-    certify = min(each.certify_bytes_per_s for each in measured)
     paired = [each.message_s for each in measured if each.message_s]
     if not paired:
         measured_on = {**measured_on, "messages": "not measured, defaults: one process has no partner"}
-        return Links(copy_bytes_per_s=copy, certify_bytes_per_s=certify, measured_on=measured_on)
+        return Links(copy_bytes_per_s=copy, measured_on=measured_on)
     sizes = sorted(paired[0])
     rates = {size: min(size / message_s[size] for message_s in paired) for size in sizes}
     best = max(rates.values())
     return Links(
         copy_bytes_per_s=copy,
         same_node_bytes_per_s=best,
-        certify_bytes_per_s=certify,
         message_s=max(message_s[sizes[0]] for message_s in paired),
         direct_nbytes=min(size for size in sizes if rates[size] >= NEAR_BEST * best),
         measured_on=measured_on,
@@ -150,16 +147,16 @@ def _measured(group: Any, device: Any) -> Measured:
     largest = 1024 * MIB if device.type == "cuda" else 4 * MIB
     source = torch.randint(0, 256, (largest,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = _typical(lambda: target.copy_(source), device)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    certify_s = _typical(Pass([Job(target.view(torch.int32), None, left=0)], sums).run, device)
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    copying = Pass([Job(source.view(torch.int32), target.view(torch.int32), left=0, arrived=1)], sums)
+    copy_s = _typical(copying.run, device)
     message_s: dict[int, float] = {}
     peer = group.rank ^ 1
     size = 4096
     while size <= largest and peer < group.world_size:
         message_s[size] = _typical(partial(_exchange, group, peer, source[:size], target[:size]), device)
         size *= 2
-    return Measured(largest / copy_s, largest / certify_s, message_s)
+    return Measured(largest / copy_s, message_s)
 
 
 def _exchange(group: Any, peer: int, message: Any, buffer: Any) -> None:

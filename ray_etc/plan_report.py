@@ -17,7 +17,7 @@ The keys of the JSON are stable. Bytes are `nbytes_*` (and `largest_view_nbytes`
     busiest                         slot_sends, slot_receives (slot, node, nbytes), node_sends, node_receives (node,
                                     nbytes: to and from other nodes)
     rounds, nbytes_staging          what a slot sends, and receives, in one round at most
-    predicted                       wire_s, local_s beside it, certify_s after both, total_s
+    predicted                       wire_s, local_s partly beside it, total_s; the certificate is in both
     memory                          the peak of any slot: nbytes_safe, nbytes_tight, nbytes_staging (in both);
                                     nbytes_free of a GPU; mode (safe, tight or null) is what fits
     largest_view_nbytes             the pickled part of the busiest slot: what a rank is sent of the plan
@@ -158,7 +158,6 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "predicted": {
             "wire_s": seconds.wire,
             "local_s": seconds.local,
-            "certify_s": seconds.certify,
             "total_s": seconds.total,
         },
         "memory": {

@@ -17,6 +17,7 @@ from ray_etc.actors.ray_internals import slot_resources, train_run_context
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.choice import Chooser, as_chooser, require_trainable
 from ray_etc.controller import Controller
+from ray_etc.planners.links import Links
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.placement import preview
 from ray_etc.planners.plan import MigrationPlan
@@ -59,6 +60,8 @@ class ElasticTrainer:
         slot_nbytes: what all processes in a slot may have of its memory together; by default all of a GPU, and as much
             as they want on CPUs. Where the old state and the new one do not fit into it together, a resize releases
             the old one phase by phase; where that does not fit either, it is refused before anything starts.
+        links: how fast bytes travel between the slots, a table or the file that `ray_etc calibrate` wrote: it decides
+            how large a slice goes without packing, and how long a move is expected to take.
         warm_standbys: keep one process a slot that has imported everything, without a CUDA context, so that the next
             generation need not wait for that: after a death nobody trains meanwhile. Costs about 1 GB of host memory
             a slot.
@@ -75,6 +78,7 @@ class ElasticTrainer:
         timeout_s: float = 30.0,
         start_timeout_s: float = 120.0,
         slot_nbytes: int | None = None,
+        links: Links | str | Path | None = None,
         warm_standbys: bool = False,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
@@ -83,6 +87,7 @@ class ElasticTrainer:
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
         self.timeout_s, self.start_timeout_s, self.slot_nbytes = timeout_s, start_timeout_s, slot_nbytes
+        self.links = Links.load(Path(links)) if isinstance(links, str | Path) else links or Links()
         self.warm_standbys = warm_standbys
         if (gpus := slot_resources(self.scaling_config).get("GPU", 0.0)) > 1:
             raise ValueError(f"{gpus:g} GPUs a worker: a rank trains on one; use at most 1 in resources_per_worker")
@@ -127,6 +132,7 @@ class ElasticRun:
             trainer.timeout_s,
             trainer.start_timeout_s,
             trainer.slot_nbytes,
+            trainer.links,
         )
         context = train_run_context(trainer.run_config, trainer.train_loop_config, trainer.scaling_config)
         self._book = ReportBook(trainer.run_config.callbacks or [], context)

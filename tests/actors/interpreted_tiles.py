@@ -45,7 +45,7 @@ def slice_pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return source, memory(shape, itemsize, draw(st.sampled_from(HOWS)), False)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.lists(slice_pairs(), min_size=1, max_size=4))
 def test_any_slices_are_copied_and_summed_as_on_a_cpu(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     count = len(pairs)

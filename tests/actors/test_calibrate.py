@@ -13,24 +13,23 @@ from ray_etc.planners.links import Links
 
 
 def test_slowest_process_decides_and_direct_is_the_least_size_near_the_best_rate() -> None:
-    fast = Measured(4e12, 3e12, {4096: 1e-5, 1 << 20: 2e-5, 1 << 30: 3e-3})
-    slow = Measured(2e12, 2e12, {4096: 2e-5, 1 << 20: 3e-5, 1 << 30: 4e-3})
+    fast = Measured(4e12, {4096: 1e-5, 1 << 20: 2e-5, 1 << 30: 3e-3})
+    slow = Measured(2e12, {4096: 2e-5, 1 << 20: 3e-5, 1 << 30: 4e-3})
     links = table_of([fast, slow], {"machine": "x"})
     assert links == Links(
         copy_bytes_per_s=2e12,
         same_node_bytes_per_s=(1 << 30) / 4e-3,
-        certify_bytes_per_s=2e12,
         message_s=2e-5,
         direct_nbytes=1 << 30,
         measured_on={"machine": "x"},
     )
-    even = Measured(1e12, 1e12, {4096: 4096 / 1e11, 1 << 20: (1 << 20) / 1.96e11, 1 << 30: (1 << 30) / 2e11})
+    even = Measured(1e12, {4096: 4096 / 1e11, 1 << 20: (1 << 20) / 1.96e11, 1 << 30: (1 << 30) / 2e11})
     assert table_of([even], {}).direct_nbytes == 1 << 20
 
 
 def test_process_without_a_partner_leaves_the_messages_of_the_others() -> None:
-    alone = Measured(1e12, 1e12, {})
-    pair = Measured(2e12, 2e12, {4096: 1e-5})
+    alone = Measured(1e12, {})
+    pair = Measured(2e12, {4096: 1e-5})
     assert table_of([pair, pair, alone], {}).message_s == 1e-5
     assert table_of([alone], {}).same_node_bytes_per_s == Links().same_node_bytes_per_s
 

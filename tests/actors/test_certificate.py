@@ -57,13 +57,13 @@ def slices(draw: st.DrawFn, min_numel: int = 0) -> torch.Tensor:
     return flat.reshape(shape)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(slices(), st.sampled_from(LAYOUTS))
 def test_sum_is_that_of_the_logical_order_whatever_the_strides(values: torch.Tensor, how: str) -> None:
     assert checksum(laid_out(values, how)) == checksum(values)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(slices(min_numel=1), st.data())
 def test_one_flipped_bit_changes_the_sum(values: torch.Tensor, data: st.DataObject) -> None:
     damaged = values.clone()
@@ -73,7 +73,7 @@ def test_one_flipped_bit_changes_the_sum(values: torch.Tensor, data: st.DataObje
     assert checksum(damaged) != checksum(values)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(slices(min_numel=2), st.data())
 def test_two_swapped_elements_change_the_sum(values: torch.Tensor, data: st.DataObject) -> None:
     i, j = (data.draw(st.integers(0, values.numel() - 1)) for _ in range(2))

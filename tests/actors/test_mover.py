@@ -86,7 +86,7 @@ def layouts(draw: st.DrawFn, specs: list[TensorSpec]) -> Layouts:
     return {rank: tuple(shards) for rank, shards in held.items()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(layouts(MODEL), layouts(MODEL), st.booleans(), st.sampled_from([64, 4096]))
 def test_any_layout_to_any_other_is_equal_byte_by_byte(
     source: Layouts, target: Layouts, contiguous: bool, staging_nbytes: int

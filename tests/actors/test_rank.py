@@ -24,7 +24,7 @@ def test_calls_of_a_handover_that_was_given_up_are_refused_however_late_they_com
     calls: dict[str, tuple[Any, ...]] = {
         "open_migration": ("ETC_GLOO", "first", 0, 1),
         "connect_migration": ("first", b"", 1.0),
-        "prepare_move": ("first", None, (), None, False),
+        "prepare_move": ("first", None, (), None, False, 1),
         "move": ("first", 1.0),
     }
     for name, arguments in calls.items():

@@ -172,7 +172,10 @@ class Resize:
             for number, parallel, ranks in ((0, self.before, self.old), (1, self.after, self.new))
         ]
         old_one, new_one = self.generations
-        self.move = TightMove(self.plan, self.phased, old_one, new_one, self.members, "tight", wait, 20.0, self.record)
+        generations = (old_one, new_one)
+        self.move = TightMove(
+            self.plan, self.phased, *generations, self.members, "tight", wait, 20.0, self.record, direct_nbytes=1
+        )
 
     def close(self) -> None:
         for member in self.members:

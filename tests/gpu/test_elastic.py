@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ray_etc
-from ray_etc import ElasticTrainer, ParallelConfig
+from ray_etc import ElasticTrainer, Links, ParallelConfig
 
 ray = pytest.importorskip("ray")
 
@@ -51,6 +51,7 @@ def trainer(parallel: ParallelConfig, **config: Any) -> ElasticTrainer:
         train_loop_config={"data": os.path.dirname(os.__file__) + "/json", **config},
         parallel=parallel,
         scaling_config=ray.train.ScalingConfig(num_workers=(1, 2), use_gpu=True),
+        links=Links(direct_nbytes=4096),  # some slices go straight, others are packed
     )
 
 

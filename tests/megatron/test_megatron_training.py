@@ -21,21 +21,23 @@ from ray_etc.planners.parallel import ParallelConfig
 
 CONFIGURATIONS = [
     parallel(),
-    parallel(zero=False),
-    parallel(tp=2),
     parallel(tp=2, sp=True),
-    parallel(tp=2, zero=False),
     parallel(tp=4),
-    parallel(pp=2),
     parallel(pp=4, zero=False),
-    parallel(dp=2),
     parallel(dp=2, zero=False),
     parallel(dp=4),
     parallel(tp=2, dp=2, sp=True),
+    parallel(tp=2, pp=2),
+]
+MORE = [
+    parallel(zero=False),
+    parallel(tp=2),
+    parallel(tp=2, zero=False),
+    parallel(pp=2),
+    parallel(dp=2),
     parallel(tp=2, dp=2, zero=False),
     parallel(pp=2, dp=2),
     parallel(pp=2, dp=2, zero=False),
-    parallel(tp=2, pp=2),
 ]
 
 
@@ -61,7 +63,9 @@ def reference(request: pytest.FixtureRequest) -> tuple[bool, tuple[Logical, dict
     return request.param, *continued(bf16=request.param)
 
 
-@pytest.mark.parametrize("config", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(
+    "config", [*CONFIGURATIONS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)], ids=str
+)
 def test_every_configuration_continues_one_run(config: ParallelConfig, reference: Any) -> None:
     bf16, start, expected = reference
     ranks = run_ranks(train, config.world_size, config, 2, start, bf16=bf16)

@@ -94,9 +94,8 @@ def test_resizes_of_70b_are_proven_optimal_and_give_nodes_back(
     assert overlap.blocks(np.arange(overlap.rank_count)[:, None], at).sum() == found.nbytes_kept
 
 
-@pytest.mark.parametrize(
-    ("pp", "dp", "fewer", "idle"), [(8, 256, 192, 64), pytest.param(16, 128, 64, 128, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "dp", "fewer", "idle"), [(8, 256, 192, 64), (16, 128, 64, 128)])
 def test_replicas_of_experts_give_up_whole_nodes(pp: int, dp: int, fewer: int, idle: int) -> None:
     """Single ranks of thousands of types: of each eight ranks' experts, as many nodes stay as there are new ranks."""
     old, new = (ParallelConfig(pipeline_parallel=pp, data_parallel=n, expert_parallel=64) for n in (dp, fewer))

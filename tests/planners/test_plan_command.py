@@ -56,7 +56,7 @@ KEYS = {
     "busiest": {"slot_sends", "slot_receives", "node_sends", "node_receives"},
     "rounds": None,
     "nbytes_staging": None,
-    "predicted": {"wire_s", "local_s", "certify_s", "total_s"},
+    "predicted": {"wire_s", "local_s", "total_s"},
     "memory": {"nbytes_safe", "nbytes_tight", "nbytes_staging", "nbytes_free", "mode"},
     "largest_view_nbytes": None,
     "idle_nodes": None,
@@ -124,7 +124,10 @@ def test_json_keys(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-@pytest.mark.parametrize("model", ZOO)
+SLOW = ("llama3-70b", "llama3-405b")
+
+
+@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ZOO])
 def test_every_model_of_the_zoo(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The largest is 1,024 to 1,536 GPUs. run_plan proves each plan."""
     facts = facts_of(PlanOptions(model, *RESIZES[model]), capsys)
@@ -180,7 +183,7 @@ def test_deadlines(
     facts = facts_of(options, capsys)
     found = facts["deadline"]
     assert (found["fits_all"], found["fits_saved"]) == (fits_all, fits_saved)
-    assert 0 < found["saved_s"] <= facts["predicted"]["wire_s"] < found["total_s"] == facts["predicted"]["total_s"]
+    assert 0 < found["saved_s"] <= facts["predicted"]["wire_s"] <= found["total_s"] == facts["predicted"]["total_s"]
 
 
 def test_speeds_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

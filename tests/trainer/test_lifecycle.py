@@ -94,3 +94,8 @@ def test_axes_that_num_workers_cannot_hold() -> None:
             parallel=ParallelConfig(tensor_parallel=2, pipeline_parallel=2),
             scaling_config=ScalingConfig(num_workers=(2, 3)),
         )
+
+
+def test_links_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"links\.json is not a table of links: .*No such file"):
+        ElasticTrainer(train, links=tmp_path / "links.json")
