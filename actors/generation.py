@@ -71,7 +71,7 @@ class Generation:
         slots: Sequence[Slot],
         job: TrainJob,
         standbys: Mapping[int, Any],
-        about_step: int,
+        about_step: int | None,
     ) -> Generation:
         """One process in each slot: its standby where there is one, else a new one. For `about_step` see `Context`."""
         generation = cls(number, parallel, list(slots))
@@ -148,7 +148,7 @@ def _environment(slot: Slot, context: Context, job: TrainJob) -> dict[str, str]:
 
 
 def _contexts(
-    number: int, parallel: ParallelConfig, slots: Sequence[Slot], name: str, about_step: int
+    number: int, parallel: ParallelConfig, slots: Sequence[Slot], name: str, about_step: int | None
 ) -> list[Context]:
     nodes = [slot.node_id for slot in slots]
     node_ranks: Mapping[str | None, int] = {node: index for index, node in enumerate(dict.fromkeys(nodes))}

@@ -42,8 +42,9 @@ class Context:
     local_world_size: int
     node_rank: int
     slot_id: int
-    about_step: int = 0
-    """Where the run stood when this generation was decided on; it will begin a little later."""
+    about_step: int | None = 0
+    """Where the run stood when this generation was decided on; it will begin a little later. None where its model is
+    built without the memory for it, so that no step can be rehearsed."""
 
     @property
     def coordinate(self) -> Coordinate:
@@ -357,8 +358,8 @@ def is_first_generation() -> bool:
     return _session is None or _session.context.generation == 0
 
 
-def about_step() -> int:
-    """Near which step this generation will begin, for what can be made ready beforehand."""
+def about_step() -> int | None:
+    """See `Context`."""
     return _session.context.about_step if _session is not None else 0
 
 

@@ -200,7 +200,7 @@ class Controller:
         slots = [self.slots[slot_id] for slot_id in chosen]
         headroom = None if old.dead else self._find_headroom(old, slots, record)
         standbys = self.watch.standbys.take(slots)
-        about_step = self.book.latest_step + 1
+        about_step = self.book.latest_step + 1 if record.memory_mode == "safe" else None
         new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys, about_step)
         self.watch.preparing = new
         handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record, headroom)

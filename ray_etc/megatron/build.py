@@ -81,10 +81,10 @@ def build(
     _initialize_microbatches(batch, parallel)
     if is_first_generation() and checkpoint is None:
         batches.require_shared(parallel, 0)
-    elif not is_first_generation():
+    elif not is_first_generation() and (step := about_step()) is not None:
         # Where the run will be soon: its state says exactly.
         at_once = batch.micro_batch_size * parallel.data_parallel
-        loader.consumed_samples = batch.samples_before(about_step(), at_once)
+        loader.consumed_samples = batch.samples_before(step, at_once)
         batches.follow(loader.consumed_samples)
     seed_streams(seed, parallel_state.get_pipeline_model_parallel_rank())
     transformer = _transformer(config, parallel)
@@ -112,7 +112,7 @@ def build(
         batches.require_shared(parallel, loader.consumed_samples)
         _require_steps(scheduler, train_state.next_step)
     task = Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
-    if not is_first_generation():
+    if not is_first_generation() and about_step() is not None:
         warm_up(task, parallel)
     return task
 

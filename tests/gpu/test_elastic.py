@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,12 +24,18 @@ pytestmark = [
 ]
 
 MODEL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 352, "sequence_length": 64, "bf16": True}
+LARGE = {"num_layers": 12, "hidden_size": 1536, "ffn_hidden_size": 4096, "num_attention_heads": 16, "vocab_size": 32768}
+"""0.44 B parameters: 6.2 GB of state on one rank, 4.4 GB on each of two under ZeRO-1, 3.1 GB under TP2."""
 
 
 def train(config: dict[str, Any]) -> None:
     context = ray_etc.get_context()
     task = ray_etc.megatron.build(
-        MODEL, context.parallel, optimizer={"lr": 1e-3}, data=config["data"], global_batch_size=8
+        {**MODEL, **config.get("model", {})},
+        context.parallel,
+        optimizer={"lr": 1e-3},
+        data=config["data"],
+        global_batch_size=8,
     )
     for step in ray_etc.steps(task.state, total=config["steps"]):
         if (context.generation, context.world_rank, step) == config.get("dies_in"):
@@ -45,12 +52,13 @@ def two_gpus() -> Iterator[None]:
     ray.shutdown()
 
 
-def trainer(parallel: ParallelConfig, **config: Any) -> ElasticTrainer:
+def trainer(parallel: ParallelConfig, slot_nbytes: int | None = None, **config: Any) -> ElasticTrainer:
     return ElasticTrainer(
         train,
         train_loop_config={"data": os.path.dirname(os.__file__) + "/json", **config},
         parallel=parallel,
         scaling_config=ray.train.ScalingConfig(num_workers=(1, 2), use_gpu=True),
+        slot_nbytes=slot_nbytes,
         links=Links(direct_nbytes=4096),  # some slices go straight, others are packed
     )
 
@@ -84,3 +92,23 @@ def test_rank_dies_in_plain_dp2_and_no_step_is_lost(two_gpus: None) -> None:
     assert recovery.certified
     assert recovery.next_step == 5
     assert sorted(result.reports) == list(range(12))
+
+
+def test_tp1_to_tp2_and_back_where_a_slot_has_no_room_for_both_states(two_gpus: None) -> None:
+    run = trainer(ParallelConfig(), slot_nbytes=16 * 2**30, model=LARGE, steps=400, step_s=0.0).start()
+    while run.status().step < 3:
+        time.sleep(0.1)
+    records = [run.resize(parallel=shape) for shape in (ParallelConfig(tensor_parallel=2), ParallelConfig())]
+    last = run.status().step
+    while run.status().step < last + 3:
+        time.sleep(0.1)
+    run.stop()
+    result = run.result(60.0)
+    for record in records:
+        assert record.certified
+        assert record.memory_mode == "tight"
+        assert record.nbytes_peak is not None
+        assert record.nbytes_peak <= 1.05 * record.nbytes_peak_predicted
+    losses = [result.reports[step][0][0]["loss"] for step in sorted(result.reports)]
+    assert sorted(result.reports) == list(range(len(losses)))
+    assert max(b - a for a, b in pairwise(losses)) < 1.0
