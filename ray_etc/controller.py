@@ -7,6 +7,7 @@ threads only read, ask for a resize through `requests`, or ask a rank whether a 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ RETRY_DRAIN_S = 1.0
 """After a resize that failed, wait so long before the next that nobody asked for."""
 MOST_RECOVERIES = 3
 """So often may one step be recovered to, and so often may a recovery fail, before the run ends."""
+REFUSED_S = 10.0
+"""How long a state's refusal of a configuration holds: one may be for a batch that is soon past."""
 PEER_DEATH_S = 20.0
 """How long after an error in a collective Ray may need to notice that a peer is dead."""
 
@@ -65,7 +68,7 @@ class Controller:
         self.activity = "starting"
         self._tensors: list[TensorSpec] = []
         self._unmeasured: ResizeRecord | None = None
-        self._checked: dict[ParallelConfig, str | None] = {}
+        self._checked: dict[ParallelConfig, tuple[str | None, float]] = {}
         self._grow_not_before = self._drain_not_before = 0.0
         self._recoveries: Counter[int | None] = Counter()
 
@@ -309,18 +312,20 @@ class Controller:
         )
 
     def check(self, parallel: ParallelConfig) -> str | None:
-        """Why the state cannot live under `parallel`, or None. Asked of living ranks, once for each configuration."""
-        if parallel not in self._checked:
+        """Why the state cannot live under `parallel`, or None. Asked of living ranks, seldom for each configuration."""
+        problem, known_until = self._checked.get(parallel, (None, 0.0))
+        if time.monotonic() > known_until:
             current = self.current
             if current is None or not current.entered:
                 raise RuntimeError("the run has not built its model yet; wait for its first step")
             asked = [current.ranks[rank].check_parallel.remote(parallel) for rank in current.survivors()]
             answered, _ = ray.wait(asked, num_returns=1, timeout=self.job.timeout_s) if asked else ([], [])
             try:
-                self._checked[parallel] = ray.get(answered[0], timeout=0)
+                problem = ray.get(answered[0], timeout=0)
             except (IndexError, RayActorError, GetTimeoutError):
                 return "no rank answers"  # and so it cannot be tried now; it is asked again later
-        return self._checked[parallel]
+            self._checked[parallel] = problem, math.inf if problem is None else time.monotonic() + REFUSED_S
+        return problem
 
     def _largest(self, at_most: int) -> ParallelConfig | None:
         return largest(self.requests.aim.chooser, at_most, self.check)

@@ -21,4 +21,4 @@ settings.register_profile("any time", settings.default, deadline=None)
 settings.load_profile("any time")
 
 # The GPU tests run the same processes, layouts, loops and oracles as those of the CPU.
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "trainer")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("actors", "megatron", "trainer")]

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ray_etc.actors.session import about_step, is_first_generation
-from ray_etc.megatron import cpu, mesh
+from ray_etc.megatron import batches, cpu, mesh
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.data import SampleLoader, open_tokens
 from ray_etc.megatron.spec import local_block_spec
@@ -40,7 +40,7 @@ def build(
     *,
     optimizer: OptimizerSettings | Mapping[str, Any] | None = None,
     data: str | Path | None = None,
-    global_batch_size: int = 32,
+    global_batch_size: int | Mapping[int, int] = 32,
     micro_batch_size: int = 1,
     seed: int = 1234,
     checkpoint: str | Path | None = None,
@@ -56,7 +56,8 @@ def build(
         optimizer: AdamW and its schedule, as OptimizerSettings or a mapping of its fields.
         data: a text file, a folder of text files, or the prefix of a Megatron `.bin`/`.idx` pair, read byte by byte
             or token by token; the sources of Python's standard library by default.
-        global_batch_size: samples a step, over all ranks; never changes in a run.
+        global_batch_size: samples a step, over all ranks, whatever their number. To ramp it up, a mapping of samples
+            seen to the batch from there on, as {0: 8, 1000: 16}.
         micro_batch_size: samples in one forward pass of one rank.
         seed: of the weights, the order of the samples, and dropout.
         checkpoint: what to start from, see `state`.
@@ -78,6 +79,13 @@ def build(
         seed=seed,
     )
     _initialize_microbatches(batch, parallel)
+    if is_first_generation() and checkpoint is None:
+        batches.require_shared(parallel, 0)
+    elif not is_first_generation() and (step := about_step()) is not None:
+        # Where the run will be soon: its state says exactly.
+        at_once = batch.micro_batch_size * parallel.data_parallel
+        loader.consumed_samples = batch.samples_before(step, at_once)
+        batches.follow(loader.consumed_samples)
     seed_streams(seed, parallel_state.get_pipeline_model_parallel_rank())
     transformer = _transformer(config, parallel)
     chunks = [
@@ -100,9 +108,12 @@ def build(
         seed=seed,
         checkpoint=checkpoint,
     )
+    if checkpoint is not None and is_first_generation():
+        batches.require_shared(parallel, loader.consumed_samples)
+        _require_steps(scheduler, train_state.next_step)
     task = Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
-    if not is_first_generation() and (step := about_step()) is not None:
-        warm_up(task, parallel, step)
+    if not is_first_generation() and about_step() is not None:
+        warm_up(task, parallel)
     return task
 
 
@@ -124,7 +135,8 @@ def _initialize_microbatches(batch: BatchConfig, parallel: ParallelConfig) -> No
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     num_microbatches_calculator.init_num_microbatches_calculator(
         rank=dist.get_rank(),
-        global_batch_size=batch.global_batch_size,
+        global_batch_size=batch.ramp[-1][1],
+        step_batch_size_schedule=" ".join(f"{n}:{size}" for n, size in batch.ramp) if len(batch.ramp) > 1 else None,
         micro_batch_size=batch.micro_batch_size,
         data_parallel_size=parallel.data_parallel,
     )
@@ -238,3 +250,13 @@ def _scheduler(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamSch
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
+
+
+def _require_steps(scheduler: OptimizerParamScheduler, steps: int) -> None:
+    """Raise ValueError for a checkpoint whose scheduler counts something else than steps."""
+    if scheduler.num_steps != steps:
+        raise ValueError(
+            f"the checkpoint has {steps} steps behind it, but its learning rate is at {scheduler.num_steps}: "
+            "Megatron's script counts samples there, build counts steps; load it with a model and a scheduler of your "
+            "own, by ray_etc.megatron.state(..., checkpoint=...)"
+        )

@@ -12,6 +12,7 @@ import megatron.core
 import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 
@@ -39,6 +40,8 @@ def missing_names() -> list[str]:
         (DistributedOptimizer, "model_param_group_index_map"),
         (DistributedOptimizer, "is_stub_optimizer"),
         (MegatronOptimizer, "init_state_fn"),
+        (StepBatchsizeNumMicroBatchesCalculator, "schedule"),
+        (StepBatchsizeNumMicroBatchesCalculator, "micro_batch_times_data_parallel_size"),
     ):
         if name not in owner.__init__.__code__.co_names:
             missing.append(f"{owner.__name__}.{name}")
@@ -204,11 +207,21 @@ def _held(leaf: MegatronOptimizer, param: torch.Tensor) -> dict[str, torch.Tenso
     return {kind: main, **{name: state[name] for name in moment_names(leaf)}}
 
 
-def update_num_microbatches(consumed_samples: int) -> None:
-    """Tell Megatron's microbatch calculator, where one is set up, how far the run is."""
-    calculator: Any = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    if calculator is not None:
-        calculator.update(consumed_samples, consistency_check=False, verbose=False)
+def microbatch_calculator() -> Any:
+    """Megatron's, or None where none is set up."""
+    return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+
+
+def batch_schedule(calculator: Any) -> list[tuple[int, int]]:
+    """From how many samples seen which global batch is taken, in order; one where it is constant."""
+    return getattr(calculator, "schedule", None) or [(0, calculator.get_current_running_global_batch_size())]
+
+
+def samples_at_once(calculator: Any) -> int:
+    """What one micro-batch of all replicas takes."""
+    if isinstance(calculator, StepBatchsizeNumMicroBatchesCalculator):
+        return calculator.micro_batch_times_data_parallel_size
+    return calculator.get_current_running_global_batch_size() // calculator.get()
 
 
 def adam_step(leaf: MegatronOptimizer) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -120,13 +121,42 @@ class OptimizerSettings(_FromMapping):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """How many samples make one step, over all ranks, and how many one forward pass of one rank."""
+    """How many samples make one step, over all ranks, and how many one forward pass of one rank.
 
-    global_batch_size: int
+    To ramp the steps up, `global_batch_size` maps samples seen to the batch from there on, as {0: 8, 1000: 16}.
+    """
+
+    global_batch_size: int | Mapping[int, int]
     micro_batch_size: int = 1
 
     def __post_init__(self) -> None:
-        _require_multiple(self, "global_batch_size", "micro_batch_size")
+        if 0 not in dict(self.ramp):
+            raise ValueError(f"global_batch_size={self.global_batch_size} does not say the first batch; begin at 0")
+        for _, size in self.ramp:
+            if self.micro_batch_size < 1 or size < 1 or size % self.micro_batch_size:
+                raise ValueError(
+                    f"global_batch_size={size} must be a multiple of micro_batch_size={self.micro_batch_size}"
+                )
+
+    @property
+    def ramp(self) -> list[tuple[int, int]]:
+        """From how many samples seen which batch is taken, in order."""
+        given = self.global_batch_size
+        return sorted(given.items()) if isinstance(given, Mapping) else [(0, given)]
+
+    def size_after(self, samples: int) -> int:
+        """The global batch of the step that begins when so many samples have been seen."""
+        return next(size for threshold, size in reversed(self.ramp) if samples >= threshold)
+
+    def samples_before(self, step: int, at_once: int) -> int:
+        """How many samples a run has seen before that step; more where it is at a batch that is no multiple of
+        `at_once`: then as many as end that part of the ramp."""
+        samples, least = 0, 0
+        for (_, size), (until, _) in pairwise(self.ramp):
+            least = until if size % at_once else least
+            steps = min(step, max(0, -(-(until - samples) // size)))
+            samples, step = samples + steps * size, step - steps
+        return max(samples + step * self.ramp[-1][1], least)
 
 
 def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfig) -> None:
@@ -143,10 +173,12 @@ def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfi
         )
     _check_experts(model, parallel)
     _check_sequence(model, parallel)
-    micro_batches = batch.global_batch_size // batch.micro_batch_size
+    # The last of a ramp: whether the others are still to come is for `batches.require_shared` to say.
+    size = batch.ramp[-1][1]
+    micro_batches = size // batch.micro_batch_size
     if micro_batches % data:
         raise ValueError(
-            f"global_batch_size={batch.global_batch_size} is {micro_batches} batches of "
+            f"global_batch_size={size} is {micro_batches} batches of "
             f"micro_batch_size={batch.micro_batch_size}, which data_parallel={data} cannot share equally; "
             f"use data_parallel={_choices(_divisors(micro_batches))}, or a global batch that is a multiple of "
             f"{batch.micro_batch_size * data}"

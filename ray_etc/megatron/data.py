@@ -93,7 +93,7 @@ class SampleLoader:
     """The samples of one data-parallel rank, by their number in the run.
 
     Sample `n` is window `n % windows` of epoch `n // windows`, in that epoch's own seeded order. A step takes the
-    next `global_batch_size` numbers, and micro-batch `m` of data-parallel rank `d` those from
+    next global batch of numbers, and micro-batch `m` of data-parallel rank `d` those from
     `(m * data_parallel + d) * micro_batch_size` on, so a change of configuration moves samples between ranks but
     never skips or repeats one. The cursor, `consumed_samples`, is all there is to carry over.
     """
@@ -128,7 +128,8 @@ class SampleLoader:
     def micro_batches(self) -> Iterator[tuple[list[int], torch.Tensor]]:
         """This rank's share of the next step: sample numbers, and tokens of [micro_batch, sequence_length + 1]."""
         size = self._batch.micro_batch_size
-        for first in range(self._data_index * size, self._batch.global_batch_size, self._data_parallel * size):
+        whole = self._batch.size_after(self.consumed_samples)
+        for first in range(self._data_index * size, whole, self._data_parallel * size):
             start = self.consumed_samples + first
             numbers = list(range(start, start + size))
             yield numbers, torch.from_numpy(np.stack([self.sample(number) for number in numbers]))
@@ -146,7 +147,7 @@ class SampleLoader:
 
     def advance(self) -> None:
         """One step has been trained."""
-        self.consumed_samples += self._batch.global_batch_size
+        self.consumed_samples += self._batch.size_after(self.consumed_samples)
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed_samples": self.consumed_samples}

@@ -12,8 +12,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ray_etc.actors.session import is_first_generation
 from ray_etc.actors.state import Stateful, StateShard, TrainState
+from ray_etc.megatron import batches, compat
 from ray_etc.megatron import checkpoint as checkpoints
-from ray_etc.megatron import compat
 from ray_etc.megatron.describe import describe
 from ray_etc.megatron.streams import RandomStreams
 from ray_etc.planners.parallel import ParallelConfig
@@ -39,10 +39,12 @@ def state(
             be loaded before, since that may put other tensors into it.
         scheduler: Megatron's learning-rate scheduler.
         loader: the data loader, or its cursor: anything with `state_dict` and `load_state_dict` that is equal on
-            all ranks. If it counts `consumed_samples`, Megatron's microbatch calculator follows it.
+            all ranks. If it counts `consumed_samples`, Megatron's microbatch calculator follows it, and where that has
+            a schedule of batch sizes, it must.
         vocab_size: the size of the vocabulary before padding. Padding depends on tensor parallelism, so without
             this a model whose vocabulary is padded cannot change its tensor parallelism.
-        check_parallel: raises ValueError for a configuration that the model cannot be split by.
+        check_parallel: raises ValueError for a configuration that the model cannot be split by. Besides, all global
+            batches of Megatron's microbatch calculator that are to come must divide over its replicas.
         seed: seeds the random streams of coordinates that an old generation did not have; see `streams`.
         checkpoint: a Megatron distributed checkpoint of any configuration to start from: one of ours or of Megatron's
             own script, or a folder of several, of which it is the latest. Generations after the first take the state
@@ -56,6 +58,12 @@ def state(
     shards = describe(chunks, optimizer, vocab_size)
     if not shards:
         raise ValueError("this rank holds no tensor: its pipeline stage has no layers; give each stage one")
+    calculator = compat.microbatch_calculator()
+    if calculator is not None and len(compat.batch_schedule(calculator)) > 1 and _samples_of(loader) is None:
+        raise ValueError(
+            "the global batch follows a schedule of samples (step_batch_size_schedule), and the loader does not say "
+            "how many it has given: give it an attribute consumed_samples"
+        )
     replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer, chunks)}
     if scheduler is not None:
         replicated["scheduler"] = SchedulerProgress(scheduler)
@@ -63,6 +71,12 @@ def state(
         replicated["loader"] = LoaderProgress(loader)
     if taken := sorted(set(more) & set(replicated)):
         raise ValueError(f"the name {taken[0]!r} is taken by the state's own {taken[0]}; choose another")
+
+    def check(parallel: ParallelConfig) -> None:
+        if check_parallel is not None:
+            check_parallel(parallel)
+        batches.require_shared(parallel, _samples_of(loader))
+
     train_state = MegatronState(
         chunks,
         optimizer,
@@ -74,7 +88,7 @@ def state(
             ("param", shard.tensor.name): shard.tensor.key for shard in shards if shard.tensor.kind == "main_param"
         },
         optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
-        check_parallel=check_parallel,
+        check_parallel=check,
     )
     if checkpoint is not None and is_first_generation():
         train_state.next_step = checkpoints.load(train_state, chunks, optimizer, checkpoint)
@@ -173,6 +187,9 @@ class LoaderProgress:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader.load_state_dict(state_dict)
-        consumed_samples = getattr(self._loader, "consumed_samples", None)
-        if consumed_samples is not None:
-            compat.update_num_microbatches(consumed_samples)
+        if (samples := _samples_of(self._loader)) is not None:
+            batches.follow(samples)
+
+
+def _samples_of(loader: Any) -> int | None:
+    return getattr(loader, "consumed_samples", None)

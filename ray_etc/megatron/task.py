@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+from ray_etc.megatron import batches
 from ray_etc.megatron.config import BatchConfig, GPTConfig
 from ray_etc.megatron.data import SampleLoader
 from ray_etc.megatron.spec import context_positions
@@ -65,6 +66,7 @@ class Task:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sample_ids: list[int] = []
+        batch_size = self.batch.size_after(self.loader.consumed_samples)
         losses = get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=self._iterators(sample_ids),
@@ -75,32 +77,32 @@ class Task:
             forward_only=False,
         )
         # Agreed on before the update: a collective after it could leave ranks on different sides of the step.
-        loss = self._mean_loss(losses)
+        loss = self._mean_loss(losses, batch_size)
         lr = self.scheduler.get_lr({})
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(1)
         self.loader.advance()
+        batches.follow(self.loader.consumed_samples)
         return {
             "loss": loss,
             "grad_norm": float(grad_norm or 0.0),
             "lr": lr,
-            "tokens": self.batch.global_batch_size * self.config.sequence_length,
+            "tokens": batch_size * self.config.sequence_length,
             "sample_ids": sample_ids,
         }
 
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write the state as it is now as a Megatron distributed checkpoint; see `MegatronState.save_checkpoint`."""
-        return self.state.save_checkpoint(folder, self.loader.consumed_samples // self.batch.global_batch_size)
+        return self.state.save_checkpoint(folder, self.state.replicated["optimizer"].state_dict()["step"])
 
     def _iterators(self, sample_ids: list[int]) -> Any:
         """One over the micro-batches for each chunk, or just one, as Megatron's schedules want them."""
         # Read ahead: under pipeline parallelism a stage in the middle never asks for its data.
-        batches = []
+        read = []
         for numbers, tokens in self.loader.micro_batches():
             sample_ids.extend(numbers)
-            batches.append(tokens)
-        batches = [tokens.to(self._device, non_blocking=True) for tokens in batches]
-        return [iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches)
+            read.append(tokens.to(self._device, non_blocking=True))
+        return [iter(read) for _ in self.chunks] if len(self.chunks) > 1 else iter(read)
 
     def _forward(
         self, batches: Iterator[torch.Tensor], model: torch.nn.Module
@@ -121,13 +123,13 @@ class Task:
 
         return output, loss
 
-    def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float:
+    def _mean_loss(self, losses: list[dict[str, torch.Tensor]], batch_size: int) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         # Only the last stage has losses, and its tensor-parallel ranks all have the same.
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             total += sum(micro["loss"].double() for micro in losses)
         dist.all_reduce(total)
-        return total.item() * self.batch.micro_batch_size / self.batch.global_batch_size
+        return total.item() * self.batch.micro_batch_size / batch_size
 
 
 def _padded_columns(config: GPTConfig, device: torch.device) -> torch.Tensor | None:

@@ -23,15 +23,12 @@ ROOM = 2
 """Warm up where so many times the memory of a step's activations is free: the running generation uses it, too."""
 
 
-def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
+def warm_up(task: Task, parallel: ParallelConfig) -> bool:
     """Train a step on zeros and undo it. All ranks of a generation call it, before its state arrives.
 
     Zeros, since memory that nothing has written may hold NaN, which would spread to what no move overwrites: the
     padding. From weights of zero come gradients of zero, so weights and moments are zero afterwards, as is the padding.
     The small state, the model's buffers and the gradients are left as they were.
-
-    Args:
-        about_step: where the data is read, as the run will soon do.
 
     Returns:
         False where some rank's GPU has no room for it, and nothing was done.
@@ -43,7 +40,6 @@ def warm_up(task: Task, parallel: ParallelConfig, about_step: int) -> bool:
     buffers = [(buffer, buffer.clone()) for chunk in task.chunks for buffer in chunk.module.buffers()]
     for view in task.state.views():
         view.detach().zero_()
-    task.loader.consumed_samples = about_step * task.batch.global_batch_size
     # As few as every stage of a pipeline needs for its work: the others would load nothing that is not there.
     metrics = task.train_on(min(parallel.pipeline_parallel, get_num_microbatches()))
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):

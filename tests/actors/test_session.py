@@ -189,3 +189,44 @@ def test_small_state_is_a_snapshot() -> None:
     again = loop.session.freeze(5.0)
     assert boundary.digests == again.digests
     assert boundary.next_step == 1
+
+
+class LateDevice:
+    """Stands in for a GPU: what a step enqueues happens only when someone waits for the device, and it is let go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queue: list[Callable[[], Any]] = []
+        self.is_waited_for, self.goes_on = threading.Event(), threading.Event()
+        device = self
+
+        class Event:
+            def record(self) -> None:
+                self.position = len(device.queue)
+
+            def query(self) -> bool:
+                return not device.queue[: self.position]
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
+
+    def _synchronize(self) -> None:
+        if self.queue:
+            self.is_waited_for.set()
+            assert self.goes_on.wait(5.0)
+            while self.queue:
+                self.queue.pop(0)()
+
+
+def test_pause_is_told_only_when_the_device_has_done_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others: a copy on a side stream raced the optimizer: stale weights. On a GPU: tests/gpu/test_boundary.py."""
+    device, weight = LateDevice(monkeypatch), torch.nn.Parameter(torch.zeros(2))
+    loop = start(state_of(weight), lambda step: device.queue.append(lambda: weight.data.fill_(step + 1.0)))
+    assert loop.session.propose_last_step(0)
+    loop.go.release()
+    assert device.is_waited_for.wait(5.0)
+    with pytest.raises(TimeoutError, match="was not reached"):
+        loop.session.wait_paused(0.1)
+    device.goes_on.set()
+    assert loop.session.wait_paused(5.0).next_step == 1
+    assert weight.tolist() == [1.0, 1.0]

@@ -14,7 +14,7 @@ Logical = dict[tuple[str, str], torch.Tensor]
 
 def read(state: TrainState) -> RankShards:
     """A copy of what one rank holds."""
-    return [(shard.tensor, shard.box, shard.view.detach().clone()) for shard in state.shards]
+    return [(shard.tensor, shard.box, shard.view.detach().to("cpu", copy=True)) for shard in state.shards]
 
 
 def whole(ranks: list[RankShards]) -> Logical:

@@ -1,8 +1,11 @@
-"""The transitions that are proven, as data: models over axes and optimizers. Each is run by test_matrix.py."""
+"""The transitions that are proven, as data: models over axes and optimizers. Each is run by test_matrix.py.
+
+Some are run on GPUs too, by tests/gpu/test_eight_ranks.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
@@ -20,7 +23,8 @@ class Row:
     model. `oracle` says what the state that arrived is compared with: "checkpoint" is Megatron's own distributed
     checkpoint, saved under `old` and loaded under `new`; "catalogue" the whole tensors put together out of all ranks'
     shards, where Megatron's checkpoint does not support the transition, for the reason in `why`. `elsewhere`: to slots
-    that share none with the old ones. A `quick` row runs in every build.
+    that share none with the old ones. A `quick` row runs in every build, and one marked `gpus` also on those, see
+    `widened`.
     """
 
     model: str
@@ -32,6 +36,7 @@ class Row:
     why: str = ""
     elsewhere: bool = False
     quick: bool = False
+    gpus: bool = False
 
     def __str__(self) -> str:
         how = [self.options] if self.options else []
@@ -95,22 +100,22 @@ TWO_COPIES = (
 DENSE = [
     # One, three and two ranks.
     Row("llama", ONE, mesh(dp=3)),
-    Row("llama", mesh(dp=3), mesh(dp=2), BF16, quick=True),
+    Row("llama", mesh(dp=3), mesh(dp=2), BF16, quick=True, gpus=True),
     Row("llama", mesh(dp=3), mesh(tp=2), BF16),
     Row("llama", mesh(pp=2), mesh(dp=3, **PLAIN), BF16),
     Row("llama", mesh(tp=2, pp=2), mesh(dp=3), quick=True),
     # Grow, change at the same size, shrink. The 29 words are padded to 30 under TP2 and to 32 under TP4.
     Row("llama", mesh(tp=2), mesh(tp=2, dp=2)),
-    Row("llama", mesh(tp=2, dp=2, **NO_SP), mesh(pp=2, dp=2), BF16),
-    Row("llama", mesh(tp=4), ONE, BF16, quick=True),
+    Row("llama", mesh(tp=2, dp=2, **NO_SP), mesh(pp=2, dp=2), BF16, gpus=True),
+    Row("llama", mesh(tp=4), ONE, BF16, quick=True, gpus=True),
     Row("llama", ONE, mesh(pp=4), BF16, FOUR_LAYERS),
-    Row("llama", mesh(dp=2), mesh(tp=4), BF16),
+    Row("llama", mesh(dp=2), mesh(tp=4), BF16, gpus=True),
     Row("llama", mesh(tp=2), mesh(dp=2), BF16),
     Row("llama", mesh(pp=2, dp=2), mesh(pp=2)),
     # Fewer groups of keys than tensor-parallel ranks.
     Row("llama", mesh(tp=4), mesh(tp=2)),
     Row("llama", mesh(tp=2, dp=2), mesh(tp=4)),
-    Row("llama", mesh(tp=4), mesh(pp=2, dp=2), BF16),
+    Row("llama", mesh(tp=4), mesh(pp=2, dp=2), BF16, gpus=True),
     Row("llama", mesh(tp=4, **NO_SP), mesh(pp=4), change=FOUR_LAYERS),
     # ZeRO-1 off and on.
     Row("llama", mesh(dp=2), mesh(dp=2, **PLAIN)),
@@ -137,16 +142,16 @@ ATTENTION = [
     Row("gpt2", mesh(tp=2), mesh(dp=2), quick=True),
     Row("gpt2", mesh(pp=2, **PLAIN), mesh(tp=4, **PLAIN), BF16),
     Row("gpt2", mesh(tp=4), mesh(pp=2, dp=2), change=ROUND),
-    Row("gpt2, SwiGLU with biases", mesh(tp=2), mesh(tp=4), BF16),
+    Row("gpt2, SwiGLU with biases", mesh(tp=2), mesh(tp=4), BF16, gpus=True),
     Row("gpt2, SwiGLU with biases", mesh(dp=2), mesh(tp=2, pp=2), oracle="catalogue", why=TWO_COPIES),
-    Row("latent attention", mesh(tp=2), mesh(dp=2), BF16, quick=True),
+    Row("latent attention", mesh(tp=2), mesh(dp=2), BF16, quick=True, gpus=True),
     Row("latent attention", mesh(tp=4), mesh(pp=2, dp=2)),
     Row("latent attention, whole queries", mesh(pp=2), mesh(tp=2), BF16),
-    Row("hybrid", mesh(pp=2), mesh(tp=2), BF16, quick=True),
+    Row("hybrid", mesh(pp=2), mesh(tp=2), BF16, quick=True, gpus=True),
     Row("hybrid", mesh(tp=2, dp=2), mesh(pp=2, dp=2)),
     Row("two heads", mesh(pp=2), mesh(tp=2), BF16, quick=True),
     Row("two heads", mesh(tp=2, pp=2), mesh(dp=3), oracle="catalogue", why=TWO_COPIES),
-    Row("two heads, tied", mesh(tp=2), mesh(dp=2), BF16),
+    Row("two heads, tied", mesh(tp=2), mesh(dp=2), BF16, gpus=True),
 ]
 
 GROUPED = "experts, grouped by a stand-in of Transformer Engine's"
@@ -157,11 +162,11 @@ EXPERTS = [
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2)),
     Row("experts", mesh(tp=2, ep=2, etp=1), ONE, BF16, quick=True),
     Row("experts", mesh(tp=2, ep=2, etp=1), mesh(tp=2)),
-    Row("experts", mesh(tp=2), mesh(dp=4, ep=4), BF16, quick=True),
+    Row("experts", mesh(tp=2), mesh(dp=4, ep=4), BF16, quick=True, gpus=True),
     # gloo cannot gather parts of unlike sizes, as the usual dispatcher of tokens does over expert-tensor ranks.
     Row("experts", mesh(tp=2, dp=2, ep=2), mesh(tp=2, dp=2, ep=2, etp=1), BF16, ALL_GATHER, quick=True),
     Row("experts", mesh(dp=4, ep=2, etp=2), mesh(tp=2, dp=2, ep=4, etp=1), change=ALL_GATHER),
-    Row("experts", mesh(pp=2, dp=2, ep=2), mesh(dp=4, ep=4), BF16),
+    Row("experts", mesh(pp=2, dp=2, ep=2), mesh(dp=4, ep=4), BF16, gpus=True),
     Row("experts", mesh(pp=4), mesh(dp=4, ep=4), BF16, FOUR_LAYERS),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(dp=2, ep=2), BF16),
     Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2, **PLAIN)),
@@ -185,7 +190,7 @@ EXPERTS = [
 ]
 
 PIPELINE = [
-    Row("llama", mesh(pp=2, vpp=2), mesh(pp=4), BF16, FOUR_LAYERS, quick=True),
+    Row("llama", mesh(pp=2, vpp=2), mesh(pp=4), BF16, FOUR_LAYERS, quick=True, gpus=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(dp=2), change=FOUR_LAYERS),
     Row("llama", ONE, mesh(pp=2, vpp=2), BF16, FOUR_LAYERS, quick=True),
     Row("llama", mesh(tp=2, pp=2, vpp=2), mesh(pp=2, dp=2, **PLAIN), BF16, FOUR_LAYERS),
@@ -205,7 +210,7 @@ PIPELINE = [
 CONTEXT = [
     Row("llama", mesh(cp=2), mesh(dp=2), BF16, quick=True),
     Row("llama", mesh(cp=2), mesh(tp=2)),
-    Row("llama", mesh(tp=2, cp=2), mesh(pp=2, dp=2), BF16, quick=True),
+    Row("llama", mesh(tp=2, cp=2), mesh(pp=2, dp=2), BF16, quick=True, gpus=True),
     Row("gpt2", mesh(dp=2, cp=2, **PLAIN), mesh(cp=4), BF16),
     Row("latent attention", mesh(cp=2), mesh(tp=2), BF16),
     Row("experts", mesh(cp=2, ep=2), mesh(dp=2, ep=2), BF16),
@@ -226,7 +231,7 @@ OPTIMIZERS = [
         oracle="catalogue",
         why=NO_SGD,
     ),
-    Row("llama", mesh(dp=4), mesh(dp=2), {"instances": 2, **BF16}, quick=True),
+    Row("llama", mesh(dp=4), mesh(dp=2), {"instances": 2, **BF16}, quick=True, gpus=True),
     Row("llama", mesh(dp=4), mesh(tp=2, dp=2), {"instances": 2}),
     Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED, quick=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(pp=2, dp=2), {"overlap_grad_reduce": True, **BF16}, FOUR_LAYERS),
@@ -258,3 +263,10 @@ GROUPS = {
 }
 
 ROWS = [row for rows in GROUPS.values() for row in rows]
+
+
+def widened(row: Row, ranks: int) -> Row:
+    """`row` with more replicas on both sides, so that the larger has `ranks`, or as near below as its axes allow."""
+    factor = ranks // max(row.old.world_size, row.new.world_size)
+    old, new = (replace(side, data_parallel=side.data_parallel * factor) for side in (row.old, row.new))
+    return replace(row, old=old, new=new)

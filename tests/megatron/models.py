@@ -186,7 +186,7 @@ class Trainee:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
         self.scheduler = OptimizerParamScheduler(
-            self.optimizer, 0.0, 1e-2, 1e-3, 2, 20, "linear", 0.01, 0.01, 1, "constant"
+            self.optimizer, 0.0, 1e-2, 1e-3, 2 * batch_size, 20 * batch_size, "linear", 0.01, 0.01, 1, "constant"
         )
         self.state = ray_etc.megatron.state(
             self.chunks,
@@ -241,6 +241,7 @@ class Trainee:
                 module = GPTModel(config, block, **here, mtp_block_spec=local_mtp_spec(config, block, stage))
             else:
                 module = HybridModel(config, _hybrid_spec(config), **here, hybrid_layer_pattern=pattern)
+            module.to(torch.cuda.current_device())  # learned positions, for one, are made on the host
             _zero_padding(module, self.config.vocab_size)
             if dtype != torch.float32:
                 module = Float16Module(config, module)
@@ -263,12 +264,12 @@ class Trainee:
             forward_only=False,
         )
         is_updated, grad_norm, _ = self.optimizer.step()
-        if is_updated:
-            self.scheduler.step(1)
         samples = len(batches) * MICRO_BATCH_SIZE * self._parallel.data_parallel
         self.consumed_samples += samples
+        if is_updated:
+            self.scheduler.step(samples)  # Megatron's script counts samples, too
         num_microbatches_calculator.update_num_microbatches(self.consumed_samples, consistency_check=False)
-        return {"losses": losses, "is_updated": is_updated, "grad_norm": grad_norm, "samples": samples}
+        return {"losses": losses, "is_updated": is_updated, "grad_norm": float(grad_norm or 0.0), "samples": samples}
 
     def _batch(self, micro_batch: int) -> torch.Tensor:
         first = (
@@ -278,12 +279,12 @@ class Trainee:
         size = (SEQUENCE + 1,)
         return torch.stack(
             [torch.randint(self.config.vocab_size, size, generator=torch.Generator().manual_seed(n)) for n in samples]
-        )
+        ).to(torch.cuda.current_device())
 
     def _forward(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens = next(batches)
         ranks = self._parallel.context_parallel
-        held = context_positions(SEQUENCE, ranks, parallel_state.get_context_parallel_rank())
+        held = context_positions(SEQUENCE, ranks, parallel_state.get_context_parallel_rank()).to(tokens.device)
         labels = tokens[:, held + 1]
         # Only with labels does the model train more heads than one.
         output = model(tokens[:, held], held.expand(len(tokens), -1), None, labels=labels if self._heads else None)
@@ -340,7 +341,7 @@ def _hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 
 def _padded_columns(vocab_size: int, logits: torch.Tensor) -> torch.Tensor:
     first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
-    return torch.arange(first, first + logits.shape[-1]) >= vocab_size
+    return torch.arange(first, first + logits.shape[-1], device=logits.device) >= vocab_size
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def _parts(task: Task) -> list[NamedPart]:
             shape = list(value.global_shape)
             if value.allow_shape_mismatch:  # the padded vocabulary
                 shape[units] = task.config.vocab_size
-            data = value.data.detach().clone().view(*[1] * units, *value.local_shape)
+            data = value.data.detach().to("cpu", copy=True).view(*[1] * units, *value.local_shape)
             parts.append(NamedPart(_main_params_named("main.", value).key, tuple(shape), value.global_offset, data))
     return parts
 
@@ -136,7 +136,7 @@ def memory_by_megatron(task: Task) -> dict[str, torch.Tensor]:
                 for kind, value in {"main": main, **leaf.optimizer.state[main]}.items():
                     held[f"{kind} {number}.{group}.{position}"] = value
     with _gathered(task):
-        return {name: value.detach().clone() for name, value in held.items()}
+        return {name: value.detach().to("cpu", copy=True) for name, value in held.items()}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,16 +11,21 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 PR_SET_PDEATHSIG = 1
+FAILED_GRACE_S = 2.0
+"""How long ranks may still say something after one has failed."""
 
 
 class RanksFailedError(Exception):
@@ -61,47 +66,83 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
-class Worker:
-    """A rank that lives on: it hosts the object that `make` returns there, and calls its methods one after another."""
+class Rank(Protocol):
+    """A rank that lives on: it hosts an object, and calls its methods one after another."""
 
-    def __init__(self, make: Callable[[], Any], rank: int, world_size: int, folder: Path, timeout_s: float) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._who, self._error, self._timeout_s = f"rank {rank}", folder / f"error{rank}", timeout_s
-        self._pid = _fork(partial(_serve, theirs, make), rank, world_size, folder, timeout_s)
+    who: str
+    timeout_s: float
+    pipe: Connection
+    """Readable when a call has ended."""
+
+    def start(self, method: str, *args: Any) -> None: ...
+
+    def finish(self) -> Any:
+        """What the method returned."""
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Address:
+    """Which rank of what; `folder` is one that all ranks see."""
+
+    generation: int
+    slot: int
+    rank: int
+    world_size: int
+    folder: Path
+    timeout_s: float
+
+
+Place = Callable[[Callable[[], Any], Address], Rank]
+"""Has a rank host what the callable returns."""
+
+
+class Worker:
+    """A `Rank` in a process forked for it."""
+
+    def __init__(self, make: Callable[[], Any], at: Address) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.who, self.timeout_s, self._error = f"rank {at.rank}", at.timeout_s, at.folder / f"error{at.rank}"
+        self._pid = _fork(partial(_serve, theirs, make), at.rank, at.world_size, at.folder, at.timeout_s)
         theirs.close()
 
     def start(self, method: str, *args: Any) -> None:
         # Pickled here: a pipe of multiprocessing would move every tensor that it carries into shared memory.
-        self._pipe.send_bytes(pickle.dumps((method, args)))
+        self.pipe.send_bytes(pickle.dumps((method, args)))
 
     def finish(self) -> Any:
         """What the method returned."""
-        if not self._pipe.poll(self._timeout_s):
-            raise RanksFailedError(f"{self._who}: no answer within {self._timeout_s} s")
+        if not self.pipe.poll(self.timeout_s):
+            raise RanksFailedError(f"{self.who}: no answer within {self.timeout_s} s")
         try:
-            answer, error = pickle.loads(self._pipe.recv_bytes())
+            answer, error = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             error = self._error.read_text() if self._error.exists() else "killed"
         if error is not None:
-            raise RanksFailedError(f"{self._who}: {error}")
+            raise RanksFailedError(f"{self.who}: {error}")
         return answer
 
     def kill(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
-        self._pipe.close()
+        self.pipe.close()
 
 
-def finish_all(workers: Iterable[Worker]) -> list[Any]:
-    """The answers of all; where some failed, what each of those said."""
-    answers, said = [], []
-    for worker in workers:
-        try:
-            answers.append(worker.finish())
-        except RanksFailedError as error:
-            said.append(str(error))
-    if said:
-        raise RanksFailedError("\n".join(said))
+def finish_all(ranks: Sequence[Rank]) -> list[Any]:
+    """The answers of all; where some failed, what each of those said. Those that wait for them are not waited for."""
+    answers: list[Any] = [None] * len(ranks)
+    said: list[str] = []
+    left: dict[Any, int] = {rank.pipe: number for number, rank in enumerate(ranks)}
+    while left and (ready := connection.wait(list(left), FAILED_GRACE_S if said else ranks[0].timeout_s)):
+        for pipe in ready:
+            number = left.pop(pipe)
+            try:
+                answers[number] = ranks[number].finish()
+            except RanksFailedError as error:
+                said.append(str(error))
+    if said or left:
+        raise RanksFailedError("\n".join([*said, *(f"{ranks[number].who}: no answer" for number in left.values())]))
     return answers
 
 

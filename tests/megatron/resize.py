@@ -1,7 +1,7 @@
-"""Generations of forked processes, and the handover between two: what actors/handover.py does, without Ray.
+"""Generations of ranks, and the handover between two: what actors/handover.py does, without Ray.
 
 Each generation's ranks are processes of their own. An old rank shares its memory; the new rank in its slot maps it, and
-gets the rest over gloo.
+gets the rest over gloo, or over NCCL where there are GPUs.
 """
 
 from __future__ import annotations
@@ -17,165 +17,40 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from logical import RankShards, read
-from oracle import (
-    NamedPart,
-    load_with_megatron,
-    memory_by_megatron,
-    parts_by_megatron,
-    same_bits,
-    save_with_megatron,
-    whole_by_megatron,
-)
-from ranks import Worker, finish_all
+from host import TIMEOUT_S, Build, Host
+from oracle import same_bits, whole_by_megatron
+from ranks import Address, Place, Rank, Worker, finish_all
 from tiny import MICRO_BATCH_SIZE, build
 
 from ray_etc.actors import sharing
 from ray_etc.actors.certificate import compare
-from ray_etc.actors.mover import Mover, MoveReport
-from ray_etc.actors.session import Context, open_session
-from ray_etc.actors.small_state import SmallState, load_small_state
-from ray_etc.actors.transports import GlooTransport
+from ray_etc.actors.mover import MoveReport
+from ray_etc.actors.session import Context
 from ray_etc.megatron import Task
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.migrate import make_plan
-from ray_etc.planners.parallel import Coordinate, ParallelConfig, sources_of_streams
+from ray_etc.planners.parallel import ParallelConfig, sources_of_streams
 from ray_etc.planners.placement import known_tensors, place
-from ray_etc.planners.plan import MigrationPlan, RankPlan
+from ray_etc.planners.plan import MigrationPlan
 
-TIMEOUT_S = 120.0
 SLOTS_PER_NODE = 2
 STAGING_NBYTES = 64 * 2**10
 """Less than any of these models needs, so that each move takes several rounds."""
-
-Memory = dict[str, torch.Tensor]
-
-
-Build = Callable[[ParallelConfig], Any]
-"""Makes a `Task` or a `Trainee` under a configuration, in each of its ranks."""
-
-
-class CountingTransport(GlooTransport):
-    """Counts the bytes that are really sent."""
-
-    nbytes_sent = 0
-
-    def exchange(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], timeout_s: float
-    ) -> None:
-        self.nbytes_sent += sum(message.nbytes for message in sends.values())
-        super().exchange(sends, receives, timeout_s)
-
-
-class Host:
-    """One rank, in its own process: what actors/rank.py does, and a look at what Megatron holds."""
-
-    def __init__(self, context: Context, build: Build) -> None:
-        open_session(context)
-        self._context = context
-        # Memory that nothing has written is NaN while the model is made, so that nothing is right by luck.
-        torch.use_deterministic_algorithms(True)
-        self.task = build(context.parallel)
-        torch.use_deterministic_algorithms(False)
-        if context.generation:  # the warm-up step has left zeros
-            for view in self.task.state.views():
-                spoil(view)
-        self._steps = 0
-        self._transport: CountingTransport | None = None
-        self._mapped: list[torch.Tensor] = []
-        self._mover: Mover | None = None
-
-    def enter(self) -> tuple[RankLayout, sharing.SharedMemory]:
-        return self.task.state.layout(), sharing.share(self.task.state.views())
-
-    def train(self, steps: int) -> list[dict[str, Any]]:
-        self._steps += steps
-        return [self.task.train_step() for _ in range(steps)]
-
-    def change(self, change: Callable[[Task], None]) -> None:
-        with torch.no_grad():
-            change(self.task)
-
-    def look(self, look: Callable[[Any], Any]) -> Any:
-        return look(self.task)
-
-    # The handover, in the order of actors/handover.py ----------------------------------------------------------------
-
-    def open_migration(self, rank: int, world_size: int) -> bytes | None:
-        self._transport = CountingTransport(world_size, rank, "migration")
-        return self._transport.rendezvous("127.0.0.1") if rank == 0 else None
-
-    def connect_migration(self, rendezvous: bytes) -> None:
-        assert self._transport is not None
-        self._transport.connect(rendezvous, TIMEOUT_S)
-
-    def prepare_move(
-        self, plan: RankPlan, source: RankLayout, shared: sharing.SharedMemory | None, is_new: bool
-    ) -> None:
-        state = self.task.state
-        if is_new:
-            self._mapped = sharing.open(shared) if shared is not None else []
-            self._mover = Mover(plan, self._transport, self._mapped, source, state.views(), state.layout())
-        else:
-            self._mover = Mover(plan, self._transport, state.views(), source, [], ())
-        self._mover.prepare()
-
-    def move(self) -> tuple[MoveReport, int]:
-        assert self._mover is not None
-        assert self._transport is not None
-        return self._mover.run(TIMEOUT_S), self._transport.nbytes_sent
-
-    def small_state(self) -> tuple[int, SmallState]:
-        return self._steps, SmallState.of(self.task.state)
-
-    def load(self, next_step: int, replicated: bytes, streams: Mapping[Coordinate, bytes]) -> None:
-        self._steps = next_step
-        load_small_state(self.task.state, replicated, streams, self._context.coordinate, next_step)
-
-    def end_migration(self) -> None:
-        assert self._mover is not None
-        assert self._transport is not None
-        self._mover.close()
-        self._transport.destroy_group()
-        self._mover, self._transport, self._mapped = None, None, []
-
-    # What Megatron itself says that it holds -------------------------------------------------------------------------
-
-    def named_parts(self) -> list[NamedPart]:
-        return parts_by_megatron(self.task)
-
-    def shards(self) -> RankShards:
-        return read(self.task.state)
-
-    def memory(self) -> Memory:
-        return memory_by_megatron(self.task)
-
-    def save(self, folder: Path) -> None:
-        save_with_megatron(self.task, folder)
-
-    def reload(self, folder: Path) -> None:
-        """Lose everything, and take it from a checkpoint of Megatron's."""
-        for view in self.task.state.views():
-            spoil(view)
-        load_with_megatron(self.task, folder)
-
-
-def spoil(view: torch.Tensor) -> None:
-    """Make every element worthless: NaN, or the least number."""
-    view.detach().fill_(float("nan") if view.is_floating_point() else torch.iinfo(view.dtype).min)
 
 
 class Generation:
     """A set of ranks that train together; `slots[r]` is where rank r lives."""
 
-    def __init__(self, number: int, parallel: ParallelConfig, slots: Sequence[int], build: Build) -> None:
+    def __init__(
+        self, number: int, parallel: ParallelConfig, slots: Sequence[int], build: Build, where: Place = Worker
+    ) -> None:
         self.number, self.parallel, self.slots = number, parallel, tuple(slots)
         self._folder = Path(tempfile.mkdtemp())
-        self.ranks: list[Worker] = []
+        self.ranks: list[Rank] = []
         for rank, slot in enumerate(self.slots):
             context = Context("test", number, parallel, rank, rank, parallel.world_size, 0, slot)
             make = partial(Host, context, build)
-            self.ranks.append(Worker(make, rank, parallel.world_size, self._folder, TIMEOUT_S))
+            self.ranks.append(where(make, Address(number, slot, rank, parallel.world_size, self._folder, TIMEOUT_S)))
         self.entered: list[tuple[RankLayout, sharing.SharedMemory]] = []
 
     def enter(self) -> Self:
@@ -236,11 +111,13 @@ class Handover:
         assert self.plan.nbytes_wire >= self.plan.nbytes_lower_bound
 
 
-def start_next(old: Generation, parallel: ParallelConfig, usable: Sequence[int], build: Build) -> Generation:
+def start_next(
+    old: Generation, parallel: ParallelConfig, usable: Sequence[int], build: Build, where: Place = Worker
+) -> Generation:
     """The next generation, each rank in the slot of `usable` where most of its state is expected to be."""
     tensors = known_tensors(list(old.layouts().values()))
     assignment = place(tensors, old.layouts(), parallel, _nodes(usable))
-    return Generation(old.number + 1, parallel, assignment.slot_of_rank, build)
+    return Generation(old.number + 1, parallel, assignment.slot_of_rank, build, where)
 
 
 def hand_over(old: Generation, new: Generation, usable: Sequence[int]) -> Handover:
@@ -292,7 +169,7 @@ def _load(old: Generation, new: Generation) -> None:
     _ask_each(new.ranks, "load", [next_step] * size, [first.replicated] * size, streams)
 
 
-def _ask_each(members: Sequence[Worker], method: str, *columns: Sequence[Any]) -> list[Any]:
+def _ask_each(members: Sequence[Rank], method: str, *columns: Sequence[Any]) -> list[Any]:
     """Call a method on each member at once, with its own entry of each column."""
     for index, member in enumerate(members):
         member.start(method, *(column[index] for column in columns))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fused_adam import join
+from host import spoil
 from logical import RankShards, read, whole
 from logical import differing as differing_logical
 from matrix import BF16, MOMENTS, PLAIN, WHOLE_MAINS, Row, mesh
@@ -18,7 +19,7 @@ from megatron.core import dist_checkpointing
 from models import trainee
 from oracle import parts_by_megatron, same_bits, whole_by_megatron
 from ranks import run_ranks
-from resize import Generation, differing, hand_over, spoil, start_next
+from resize import Generation, differing, hand_over, start_next
 from script import load_by_script, save_by_script
 from tiny import build, parallel
 

@@ -3,6 +3,8 @@
 Some are tested elsewhere. Rows of matrix.py: four stages to four expert ranks; unlike numbers of experts on the ranks;
 chained optimizers over stages; more model chunks than one; another layout of layers. test_megatron_streams.py: the
 streams of all coordinates, and those of a new tensor-parallel rank. test_resized_runs.py: each sample once.
+test_batch_ramp.py: a global batch that goes its own way.
+tests/actors/test_session.py and tests/gpu/test_boundary.py: a copy that begins before the optimizer has ended.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from host import spoil
 from logical import RankShards, read, whole
 from matrix import BF16, MOMENTS, WHOLE_MAINS, Row, mesh
 from models import trainee
 from ranks import run_ranks
-from resize import Generation, hand_over, slots_for, spoil, start_next
+from resize import Generation, hand_over, slots_for, start_next
 
 import ray_etc.megatron
 from ray_etc.megatron import checkpoint, compat
@@ -179,20 +182,6 @@ def test_a_rank_that_owns_no_element_counts_steps_like_the_others() -> None:
         new.ask("train", 1)
         new.digests()  # fails where ranks differ
         assert new.ask("look", adam_step) == [3] * 6
-
-
-def test_batch_size_ramp_up_goes_on_whatever_the_replicas() -> None:
-    """Others: the global batch changed with the number of replicas."""
-    ramp = {"batch_size_schedule": "0:4 8:8 24:16"}
-    build = trainee("llama", ramp, 16)
-    reports = []
-    with Generation(0, mesh(), range(1), build).enter() as old:
-        for _ in range(2):
-            reports += old.ask("train", 1)
-        with start_next(old, mesh(dp=2), range(2), build) as new:
-            hand_over(old, new, range(2)).check()
-            reports += new.ask("train", 3)[:1]
-    assert [report["samples"] for by_step in reports for report in by_step] == [4, 4, 8, 8, 16]
 
 
 def test_loss_scale_and_its_counters_go_on() -> None:

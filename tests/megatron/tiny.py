@@ -34,7 +34,7 @@ def build(
     *,
     seed: int = 7,
     data: Path | None = None,
-    global_batch_size: int = 8,
+    global_batch_size: int | dict[int, int] = 8,
     clip_grad: float = 1.0,
     checkpoint: Path | None = None,
     **model: Any,
