@@ -95,7 +95,7 @@ class Handover:
         try:
             self._load_and_commit(boundaries)
         except Exception as error:
-            if self._is_past_return:
+            if self.is_past_return:
                 raise StateLost(
                     f"the new generation has the whole state but did not begin: {type(error).__name__}: {error}; the "
                     "old one has released it: start again from a checkpoint"
@@ -103,14 +103,14 @@ class Handover:
             raise
 
     @property
-    def _is_past_return(self) -> bool:
+    def is_past_return(self) -> bool:
         """Whether the old generation has released any of its state, and so cannot go on."""
         return self._has_released or (self._tight is not None and self._tight.is_past_return)
 
     def abort(self) -> None:
         """Drop the new generation; the old one goes on with the step after the one it paused at, if it still can."""
         self._new.kill()
-        if self._is_past_return:
+        if self.is_past_return:
             return
         for rank in self._old.survivors():
             self._old.ranks[rank].end_migration.remote(self._group, True)

@@ -72,7 +72,8 @@ class Headroom:
             early = bool((memory.safe + np.maximum(steps, 0) > safe_room).any())
             return Choice(None, early, int(memory.safe.max(initial=0)))
         phased = cut_in_phases(plan, old, new, self._old.derived)
-        choose_mode(plan, memory.safe, phased.peak, safe_room, tight_room)
+        # Once everything is there, the new ranks make their scratch memory.
+        choose_mode(plan, memory.safe, np.maximum(phased.peak, memory.after + scratch), safe_room, tight_room)
         return Choice(phased, True, int(phased.peak.max(initial=0)))
 
     def _free(self, plan: MigrationPlan, after: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -87,7 +88,7 @@ class Headroom:
                 free[rank] = (self._limit_nbytes or 0) - usage.reserved
             else:
                 limit = min(usage.total, self._limit_nbytes or usage.total)
-                free[rank] = usage.free - (usage.total - limit) - SHADOW_NBYTES
+                free[rank] = usage.free - (usage.total - limit) - (SHADOW_NBYTES if after[rank] else 0)
         weights = plan.source.nbytes_by_kind().get("param")
         scratch_of = [(u.scratch, weights[plan.slots.index(s)]) for s, u in self._usages.items() if weights is not None]
         per_byte = max((held / max(int(of), 1) for held, of in scratch_of), default=0.0)

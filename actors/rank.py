@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,12 +34,15 @@ from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as
 from ray_etc.actors.session import Context, GenerationReplaced, open_session
 from ray_etc.actors.state import TrainState
 from ray_etc.actors.transports import close_group, get_group, open_group
+from ray_etc.actors.transports.base import Deadline
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.plan import RankPlan
 
 logger = logging.getLogger(__name__)
 
+SCRATCH_S = 20.0
+"""How long a new rank that was killed may take to give its memory back."""
 LEAVE_GROUP_S = 15.0
 """How long what works for a group may take to notice that the group is closed; an abort waits 5 s, then 5 s more."""
 
@@ -255,7 +259,7 @@ class Rank:
     @ray.method(concurrency_group="control")
     def resume(self) -> None:
         if self._memory is not None:
-            self._memory.make_scratch()
+            self._make_scratch(self._memory)
         self._session.resume()
 
     @ray.method(concurrency_group="control")
@@ -313,6 +317,18 @@ class Rank:
         assert self._managed is not None
         self._managed.end()
         limit_training(*limit)  # managed memory would count
+
+    def _make_scratch(self, memory: StateMemory) -> None:
+        """Once there is room: the new rank that has it may still be dying."""
+        deadline = Deadline(SCRATCH_S)
+        while True:
+            try:
+                return memory.make_scratch()
+            except torch.OutOfMemoryError:
+                if deadline.left_s() <= 0:
+                    raise
+                memory.trim()
+                time.sleep(0.1)
 
     def _held_memory(self) -> StateMemory:
         assert self._memory is not None, "the train loop has not entered ray_etc.steps()"

@@ -15,6 +15,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def share_storage(storage: torch.UntypedStorage) -> HostHandle | CudaHandle:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(alias)
         # Sharing records an event on the current stream. The default stream of a process that is stuck in a collective
         # never gets there.
-        with torch.cuda.stream(torch.cuda.Stream(storage.device)):
+        with torch.cuda.stream(_aside(storage.device)):
             *arguments, _ = reductions.reduce_tensor(whole)[1]
         # Readers need not wait for that event, one a storage: what they read is written later, and waited for.
         return CudaHandle((*arguments, False), alias)
@@ -146,6 +147,12 @@ def share_storage(storage: torch.UntypedStorage) -> HostHandle | CudaHandle:
     descriptor, nbytes = storage._share_fd_cpu_()
     status = os.fstat(descriptor)
     return HostHandle(os.getpid(), descriptor, (status.st_dev, status.st_ino), nbytes)
+
+
+@cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """For sharing only: torch hands out few streams in turn, and another use of this one may be stuck."""
+    return torch.cuda.Stream(device)
 
 
 def _open_storage(handle: HostHandle | CudaHandle) -> torch.UntypedStorage:

@@ -48,6 +48,7 @@ class TightMove:
         self._shared = {slot.slot_id: each.shared for slot, each in zip(old.slots, old.entered, strict=True)}
         self.peak = np.zeros(len(plan.slots), dtype=np.int64)
         """What the processes of each slot had allocated at the worst moment so far, in bytes."""
+        self._done = 0
         self.is_past_return = False
         """Whether the old generation has released any of its state."""
 
@@ -55,22 +56,25 @@ class TightMove:
         """Move everything; the old ranks stand still. Afterwards the new ones can be mapped in their turn.
 
         Raises:
-            StateLost: a phase failed after the first release.
+            StateLost: something failed after the first release.
         """
-        casts = any(phase.is_cast for phase in self._phased.phases)
-        if casts:
+        try:
+            self._carry_out()
+        except Exception as error:
+            if self.is_past_return:
+                raise StateLost(self._where_the_state_is(error)) from error
+            raise
+
+    def _carry_out(self) -> None:
+        if any(phase.is_cast for phase in self._phased.phases):
             with self._record.phase("check_derived"):
                 self._wait([rank.check_derived.remote() for rank in self._old.ranks], self._timeout_s, "weights")
         held = self._release(self._phased.dropped)
-        for index in range(len(self._phased.phases)):
-            try:
-                reports = self._move(index)
-                # What the old rank released so far is not counted: this phase began after it.
-                held = self._release(self._phased.phases[index].released)
-            except Exception as error:
-                if self.is_past_return:
-                    raise StateLost(self._where_the_state_is(index, error)) from error
-                raise
+        for phase in self._phased.phases:
+            reports = self._move(self._done)
+            # What the old rank released so far is not counted: this phase began after it.
+            held = self._release(phase.released)
+            self._done += 1
             for rank, slot_id in enumerate(self._plan.slots):
                 of_old = held.get(slot_id, 0) if slot_id in self._new.slot_ids else 0  # else the old rank is the member
                 self.peak[rank] = max(self.peak[rank], reports[rank].nbytes_peak + of_old)
@@ -112,14 +116,15 @@ class TightMove:
             held = self._wait(releasing, self._timeout_s, "the old generation to release memory")
         return {slot.slot_id: nbytes for slot, nbytes in zip(self._old.slots, held, strict=True)}
 
-    def _where_the_state_is(self, index: int, error: Exception) -> str:
-        phases = self._phased.phases
+    def _where_the_state_is(self, error: Exception) -> str:
+        phases, index = self._phased.phases, self._done
+        what = f"phase {index + 1} of {len(phases)}" if index < len(phases) else "what follows the phases"
         done = set().union(*(phase.tensors for phase in phases[:index]))
         dropped = {key for phase in phases[index:] if phase.is_cast for key in phase.tensors}
         rest = {shard.tensor.key for layout in self._plan.source for shard in layout} - done - dropped
         moved = sum(shard.nbytes for layout in self._plan.target for shard in layout if shard.tensor.key in done)
         words = [
-            f"phase {index + 1} of {len(phases)} of a tight handover failed: {type(error).__name__}: {error}",
+            f"{what} of a tight handover failed: {type(error).__name__}: {error}",
             f"{count(len(done), 'tensor')} ({size(moved)}) of the state are only in the new generation, "
             f"{len(rest)} only in the old one",
         ]

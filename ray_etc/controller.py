@@ -204,6 +204,7 @@ class Controller:
         new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys, about_step)
         self.watch.preparing = new
         handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record, headroom)
+        self.watch.must_finish = lambda: handover.is_past_return
         try:
             with record.phase("prepare"):
                 start_generation(new, self.job, self.watch.wait, record.memory_mode == "tight")
@@ -212,6 +213,8 @@ class Controller:
             handover.abort()
             self.watch.drop_preparing()
             raise
+        finally:
+            self.watch.must_finish = lambda: False
         return new
 
     def _find_headroom(self, old: Generation, slots: Sequence[Slot], record: ResizeRecord) -> Headroom:
@@ -222,13 +225,15 @@ class Controller:
         """
         target = dict(zip((s.slot_id for s in slots), expected_layouts(self._tensors, record.parallel_to), strict=True))
         nodes = {slot.slot_id: slot.node_name for slot in [*old.slots, *slots]}
+        leaving = [slot_id for slot_id in old.slot_ids if slot_id not in target]
+        plan = make_plan(old.layouts(), target, nodes, endangered=leaving, links=self.job.links)
         for trims in (False, True):
             headroom = Headroom.of(old, self.job.slot_nbytes, self.watch.wait, self.job.timeout_s, trims)
             if not headroom.is_limited:
                 break
             allocations = {slot_id: Allocations.expected(layout) for slot_id, layout in target.items()}
             try:
-                choice = headroom.choose(make_plan(old.layouts(), target, nodes), allocations)
+                choice = headroom.choose(plan, allocations)
             except DoesNotFit:
                 if trims:
                     raise

@@ -42,6 +42,8 @@ class Watch:
         self.last_death = 0.0
         self.is_withdrawn: Callable[[], bool] = lambda: False
         """Whether nobody wants the resize under way any more."""
+        self.must_finish: Callable[[], bool] = lambda: False
+        """Whether the resize under way is past the point from which it can be given up without losing the state."""
         self._wanted = wanted
         self._cluster = ClusterWatcher()
         self._leaving: list[tuple[Generation, float]] = []
@@ -123,14 +125,15 @@ class Watch:
                 raise RunEnded("the train loop ended")
         if self.preparing is None:
             return
-        if self.is_withdrawn():
+        if self.is_withdrawn() and not self.must_finish():
             raise ResizeFailed("the request was withdrawn")
         for rank in self.preparing.dead:
             raise ResizeFailed(f"rank {rank} of the new generation died")
         for rank, outcome in self.preparing.outcomes.items():
             raise ResizeFailed(f"rank {rank} under {self.preparing.parallel} could not be built: {why_ended(outcome)}")
         for slot in self.preparing.slots:
-            if slot.is_dead or (slot.is_draining and slot.slot_id not in known_drains):
+            drains = slot.is_draining and slot.slot_id not in known_drains and not self.must_finish()
+            if slot.is_dead or drains:
                 raise ResizeFailed(f"a node of the new generation {'died' if slot.is_dead else 'began to drain'}")
 
     def _take_outcomes(self, timeout_s: float) -> None:

@@ -79,7 +79,12 @@ def activations_nbytes(task: Task, parallel: ParallelConfig) -> int:
     tokens = batch.micro_batch_size * config.sequence_length
     heads = config.num_attention_heads * config.sequence_length
     layer = 20 * config.hidden_size + (6 * config.ffn_hidden_size + 5 * heads) // parallel.tensor_parallel
-    layers = config.num_layers // parallel.pipeline_parallel
+    if config.num_moe_experts is not None:
+        # A router of zeros sends every token of all expert-parallel ranks to the same few experts, maybe all here.
+        expert = 4 * config.hidden_size + 6 * config.moe_ffn_hidden_size
+        layer += parallel.expert_parallel * config.moe_router_topk * expert
+    stages = parallel.layers_of_virtual_stages(config.num_layers)
+    layers = max(sum(stages[stage :: parallel.pipeline_parallel]) for stage in range(parallel.pipeline_parallel))
     in_flight = parallel.pipeline_parallel  # micro-batches, on the first stage
     logits = 4 * config.padded_vocab_size(parallel.tensor_parallel) // parallel.tensor_parallel
     return tokens * (in_flight * layers * layer * config.dtype.itemsize + logits * torch.float32.itemsize)

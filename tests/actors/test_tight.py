@@ -287,3 +287,18 @@ def test_weights_that_are_not_their_main_weights_stop_it_before_anything_is_rele
 
 def test_planner_and_ranks_agree_on_staging() -> None:
     assert (planned_memory.ALIGNMENT, planned_memory.STAGING_BUFFERS) == (ALIGNMENT, BUFFERS)
+
+
+def fails(*arguments: Any) -> Any:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("side", "method", "where"), [("old", "_release", "phase 1 of"), ("new", "_fill", "what follows the phases")]
+)
+def test_whatever_fails_after_the_first_release_has_lost_the_state(side: str, method: str, where: str) -> None:
+    with resize(ParallelConfig(data_parallel=2), ParallelConfig(tensor_parallel=2), DERIVED) as tight:
+        setattr(getattr(tight, side)[-1], method, fails)
+        with pytest.raises(StateLost, match=rf"{where}.* of a tight handover failed: MemoryError: no room"):
+            tight.move.carry_out()
+        assert tight.move.is_past_return
