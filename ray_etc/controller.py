@@ -226,11 +226,11 @@ class Controller:
         target = dict(zip((s.slot_id for s in slots), expected_layouts(self._tensors, record.parallel_to), strict=True))
         nodes = {slot.slot_id: slot.node_name for slot in [*old.slots, *slots]}
         leaving = [slot_id for slot_id in old.slot_ids if slot_id not in target]
-        plan = make_plan(old.layouts(), target, nodes, endangered=leaving, links=self.job.links)
         for trims in (False, True):
             headroom = Headroom.of(old, self.job.slot_nbytes, self.watch.wait, self.job.timeout_s, trims)
             if not headroom.is_limited:
                 break
+            plan = make_plan(old.layouts(), target, nodes, endangered=leaving, links=self.job.links)
             allocations = {slot_id: Allocations.expected(layout) for slot_id, layout in target.items()}
             try:
                 choice = headroom.choose(plan, allocations)
