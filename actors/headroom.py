@@ -6,15 +6,21 @@ starts anything, and again when its plan is there, `Headroom.choose` compares wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ray_etc.actors.generation import Generation, Wait
+from ray_etc.actors.generation import Generation, TrainJob, Wait
 from ray_etc.actors.memory import SHADOW_NBYTES
 from ray_etc.actors.messages import Usage
+from ray_etc.actors.record import ResizeRecord
+from ray_etc.actors.slots import Slot
+from ray_etc.planners.errors import DoesNotFit
+from ray_etc.planners.expected import expected_layouts
+from ray_etc.planners.layout import TensorSpec
 from ray_etc.planners.memory import choose_mode, memory_of
+from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.phases import Allocations, PhasedPlan, cut_in_phases
 from ray_etc.planners.plan import MigrationPlan
 
@@ -31,6 +37,40 @@ class Choice:
     @property
     def mode(self) -> str:
         return "safe" if self.phased is None else "tight"
+
+
+def find_headroom(
+    old: Generation,
+    slots: Sequence[Slot],
+    tensors: Sequence[TensorSpec],
+    job: TrainJob,
+    wait: Wait,
+    record: ResizeRecord,
+) -> Headroom:
+    """Choose the record's memory mode by what new ranks in `slots` are expected to hold, before any of them is started.
+
+    Raises:
+        DoesNotFit: a slot has too little memory in either mode, also once torch has given back what it keeps for later.
+    """
+    target = dict(zip((s.slot_id for s in slots), expected_layouts(tensors, record.parallel_to), strict=True))
+    nodes = {slot.slot_id: slot.node_name for slot in [*old.slots, *slots]}
+    leaving = [slot_id for slot_id in old.slot_ids if slot_id not in target]
+    for trims in (False, True):
+        headroom = Headroom.of(old, job.slot_nbytes, wait, job.timeout_s, trims)
+        if not headroom.is_limited:
+            break
+        plan = make_plan(old.layouts(), target, nodes, endangered=leaving, links=job.links)
+        allocations = {slot_id: Allocations.expected(layout) for slot_id, layout in target.items()}
+        try:
+            choice = headroom.choose(plan, allocations)
+        except DoesNotFit:
+            if trims:
+                raise
+            continue
+        record.memory_mode, record.nbytes_peak_predicted = choice.mode, choice.nbytes_peak
+        if choice.mode == "safe":
+            break
+    return headroom
 
 
 class Headroom:
