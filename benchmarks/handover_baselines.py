@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,24 +118,20 @@ class CheckpointRank:
 
 def measure_baselines(
     tensors: Sequence[TensorSpec], places: Mapping[str, Path], gpus: int, world: int
-) -> dict[str, Any]:
-    """Seconds of each checkpoint's parts, the slower rank's, and whether every element came back, in each place."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(its kind and place, seconds of its parts by the slower rank, and whether every element came back) of each."""
     ranks = [Process(CheckpointRank, rank % gpus if gpus else None, world) for rank in range(world)]
-    result: dict[str, Any] = {}
     with ExitStack() as stack:
         stack.callback(end_all, ranks)
         folders = {place: Path(stack.enter_context(TemporaryDirectory(dir=folder))) for place, folder in places.items()}
         store = str(next(iter(folders.values())) / "store")
         each_its_own(ranks, "join", [(rank, store) for rank in range(world)])
-        result["state_bytes"] = call_all(ranks, "make", list(tensors))[0]
+        state_nbytes = call_all(ranks, "make", list(tensors))[0]
         for place, folder in folders.items():
             for kind, saves, loads in KINDS:
                 if kind == "megatron" and not gpus:
                     continue  # it synchronizes a GPU
-                name = f"{kind}.{place}"
-                result[name] = _twice(ranks, saves, loads, folder / name)
-                print(name, result[name], flush=True)
-    return result
+                yield f"{kind}.{place}", {"state_bytes": state_nbytes, **_twice(ranks, saves, loads, folder / kind)}
 
 
 def _twice(ranks: Sequence[Process], saves: str, loads: str, folder: Path) -> dict[str, Any]:
