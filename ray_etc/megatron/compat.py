@@ -14,9 +14,22 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 
 from ray_etc.megatron import remainders
+
+ADAM = ("exp_avg", "exp_avg_sq")
+MOMENTS = {
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "FusedAdam": ADAM,
+    "SGD": ("momentum_buffer",),
+    "FusedSGD": ("momentum_buffer",),
+    "Lion": ("exp_avg",),
+    "TensorParallelMuon": ("momentum_buffer",),
+}
+"""What each class of optimizer that Megatron wraps keeps for a parameter, by its name: they come from several packages."""
 
 UNSCALED = (torch.float32, torch.bfloat16)
 """What Transformer Engine's Adam keeps as it is; float16 and 8 bits it multiplies with a scale for each tensor."""
@@ -66,16 +79,25 @@ def is_for_experts(leaf: MegatronOptimizer) -> bool:
     return any(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
 
 
-def require_known_optimizer(leaf: MegatronOptimizer) -> None:
+def require_known_optimizers(optimizer: MegatronOptimizer) -> None:
     """Raise ValueError for an optimizer whose state the adapter does not know how to find."""
+    for part in (optimizer, *leaf_optimizers(optimizer)):
+        if isinstance(part, LayerWiseDistributedOptimizer):
+            raise ValueError(
+                "a LayerWiseDistributedOptimizer deals whole weights out to the replicas, and its state cannot be "
+                "found yet; set use_layer_wise_distributed_optimizer=False"
+            )
+    for leaf in leaf_optimizers(optimizer):
+        _require_known(leaf)
+
+
+def _require_known(leaf: MegatronOptimizer) -> None:
     known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
     if not isinstance(leaf, known):
         raise ValueError(
             f"cannot find the state of a {type(leaf).__name__}; "
             f"use one of Megatron's {', '.join(kind.__name__ for kind in known)}"
         )
-    if leaf.config.optimizer not in ("adam", "sgd"):
-        raise ValueError(f"optimizer={leaf.config.optimizer!r}: only the state of 'adam' and 'sgd' can be moved")
     if leaf.config.use_precision_aware_optimizer:
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = getattr(leaf.config, name)
@@ -90,13 +112,15 @@ def require_known_optimizer(leaf: MegatronOptimizer) -> None:
             "optimizer_cpu_offload=True keeps main weights and moments in host memory, and a handover moves what is "
             "in the memory of the device; set it to False"
         )
+    if (name := type(leaf.optimizer).__name__) not in MOMENTS:
+        raise ValueError(f"cannot find the state of a {name}; it is known of {', '.join(MOMENTS)}")
 
 
 def moment_names(leaf: MegatronOptimizer) -> tuple[str, ...]:
     """The tensors that the optimizer keeps for each parameter, beside the parameter itself."""
-    if leaf.config.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if leaf.config.sgd_momentum else ()
+    names = MOMENTS[type(leaf.optimizer).__name__]
+    has_none = "SGD" in type(leaf.optimizer).__name__ and not leaf.config.sgd_momentum
+    return () if has_none else names
 
 
 def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
@@ -232,7 +256,7 @@ def adam_step(leaf: MegatronOptimizer) -> int:
 
 
 def set_adam_step(leaf: MegatronOptimizer, step: int) -> None:
-    if leaf.config.optimizer != "adam":
+    if moment_names(leaf) != ADAM:
         return
     if isinstance(leaf.optimizer, torch.optim.Adam):
         # A tensor for each: without Transformer Engine, Megatron's checkpoint loader leaves one that all parameters
