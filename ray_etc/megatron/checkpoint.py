@@ -311,9 +311,10 @@ def _replicated_by_megatron(common: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = common["optimizer"]
     leaves = [optimizer[number] for number in sorted(optimizer)] if 0 in optimizer else [optimizer]
     scales = [leaf["grad_scaler"] for leaf in leaves if "grad_scaler" in leaf]
+    counted = [step for leaf in leaves if (step := compat.saved_step(leaf)) is not None]
     return {
         "optimizer": {
-            "step": int(max(compat.saved_step(leaf) for leaf in leaves)),
+            "step": max(counted, default=common["iteration"]),  # only Adam counts
             "grad_scalers": {False: scales[0], True: scales[-1]} if scales else {},
         },
         "scheduler": common.get("opt_param_scheduler"),

@@ -29,7 +29,7 @@ MOMENTS = {
     "Lion": ("exp_avg",),
     "TensorParallelMuon": ("momentum_buffer",),
 }
-"""What each class of optimizer that Megatron wraps keeps for a parameter, by its name: they come from several packages."""
+"""What each class of optimizer that Megatron wraps keeps for a parameter. By name: they come from several packages."""
 
 UNSCALED = (torch.float32, torch.bfloat16)
 """What Transformer Engine's Adam keeps as it is; float16 and 8 bits it multiplies with a scale for each tensor."""
@@ -97,6 +97,12 @@ def _require_known(leaf: MegatronOptimizer) -> None:
         raise ValueError(
             f"cannot find the state of a {type(leaf).__name__}; "
             f"use one of Megatron's {', '.join(kind.__name__ for kind in known)}"
+        )
+    if leaf.config.use_distributed_optimizer and not isinstance(leaf, DistributedOptimizer):
+        # Each replica gets a part of the gradients, and would update all of its weights.
+        raise ValueError(
+            f"use_distributed_optimizer=True, but optimizer={leaf.config.optimizer!r} is a {type(leaf).__name__}, "
+            "under which replicas would drift apart; set it to False, in the optimizer and in DDP"
         )
     if leaf.config.use_precision_aware_optimizer:
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -379,8 +385,8 @@ def load_optimizer_tensors(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> N
                 index += 1
 
 
-def saved_step(saved: dict[str, Any]) -> int:
+def saved_step(saved: dict[str, Any]) -> int | None:
     """Adam's step count in what Megatron saved of an optimizer: beside the moments, or with ZeRO-1 in the groups."""
     inner = saved.get("optimizer", saved)
     counts = [group.get("step") for group in inner["param_groups"]] + [inner.get("state", {}).get("common_step")]
-    return max((int(count) for count in counts if count is not None), default=0)
+    return max((int(count) for count in counts if count is not None), default=None)

@@ -79,6 +79,7 @@ NO_SP = {"sequence_parallel": False}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP16: dict[str, Any] = {"dtype": torch.float16, "initial_loss_scale": 2.0**16, "loss_scale_window": 2, "hysteresis": 1}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
+MUON: dict[str, Any] = {"optimizer": "muon"}
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 300}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FIRST_CHUNK_AT_ONCE = {"overlap_param_gather_with_optimizer_step": True}
@@ -91,6 +92,9 @@ ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 ROUND = {"vocab_size": 32}
 PADDED = "Megatron's checkpoint takes the padding between several gradient buckets for state"
 REMAINDERS = "Megatron cannot load the remainders of main weights that it saves"
+OTHER_CHAIN = (
+    "Megatron's checkpoint numbers chained optimizers, which are others where experts have no mesh of their own"
+)
 NO_SGD = "Megatron cannot load the optimizer state of SGD"
 NO_EXPERTS = "Megatron cannot save the optimizer of a stage that has no experts while others have some"
 TWO_COPIES = (
@@ -251,6 +255,19 @@ OPTIMIZERS = [
         oracle="catalogue",
         why=NO_SGD,
     ),
+    # Matrices by Muon, and the rest by Adam or Lion.
+    Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), {**MUON, **BF16}, quick=True),
+    Row("llama", mesh(tp=2, pp=2, **PLAIN), mesh(dp=3, **PLAIN), MUON),
+    Row(
+        "experts",
+        mesh(dp=2, ep=2, **PLAIN),
+        mesh(tp=2, **PLAIN),
+        {**MUON, "muon_scalar_optimizer": "lion", **BF16},
+        oracle="catalogue",
+        why=OTHER_CHAIN,
+    ),
+    Row("experts", mesh(tp=2, ep=2, etp=1, **PLAIN), mesh(dp=4, ep=4, **PLAIN), MUON),
+    Row("llama", mesh(pp=2, **PLAIN), mesh(tp=4, **PLAIN), {"optimizer": "lion", **BF16}),
     Row("llama", mesh(dp=4), mesh(dp=2), {"instances": 2, **BF16}, quick=True, gpus=True),
     Row("llama", mesh(dp=4), mesh(tp=2, dp=2), {"instances": 2}),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=4), {"instances": 2, **BF16}),

@@ -14,7 +14,7 @@ from fused_adam import join
 from host import spoil
 from logical import RankShards, read, whole
 from logical import differing as differing_logical
-from matrix import BF16, MOMENTS, PLAIN, WHOLE_MAINS, Row, mesh
+from matrix import BF16, MOMENTS, MUON, PLAIN, WHOLE_MAINS, Row, mesh
 from megatron.core import dist_checkpointing
 from models import trainee
 from oracle import parts_by_megatron, same_bits, whole_by_megatron
@@ -31,6 +31,8 @@ ROWS = [
     Row("llama", mesh(tp=2, pp=2), mesh(dp=3), BF16),
     Row("experts", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
     Row("experts", mesh(dp=2, **PLAIN), mesh(dp=2, ep=2), BF16),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(pp=2, ep=2, dp=2, **PLAIN), {**MUON, **BF16}),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2, **PLAIN), {**MUON, "muon_scalar_optimizer": "lion", **BF16}),
 ]
 
 
