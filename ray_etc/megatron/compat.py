@@ -314,13 +314,19 @@ def memory_stays(optimizer: MegatronOptimizer) -> Iterator[None]:
     Transformer Engine's Adam would put others in their place.
     """
     leaves: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if isinstance(leaf, DistributedOptimizer)]
+    # It would have SGD make its state, too, and has nothing that does.
+    without: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if leaf.init_state_fn is None]
     for leaf in leaves:
         leaf.load_state_dict = lambda _: None
+    for leaf in without:
+        leaf.init_state_fn = lambda *_: None
     try:
         yield
     finally:
         for leaf in leaves:
             del leaf.load_state_dict
+        for leaf in without:
+            leaf.init_state_fn = None
 
 
 @contextmanager

@@ -220,7 +220,12 @@ def test_pause_says_whether_the_step_made_an_update(skips_updates: bool, updates
     optimizer = sgd(weight)
     state = state_of(weight, optimizer)
     state.skips_updates = skips_updates
-    loop = start(state, lambda step: [optimizer.step() for _ in range(updates)] and None)
+
+    def body(step: int) -> None:
+        for _ in range(updates):
+            optimizer.step()
+
+    loop = start(state, body)
     assert loop.session.propose_last_step(0)
     loop.go.release()
     assert loop.session.wait_paused(5.0).is_whole == is_whole

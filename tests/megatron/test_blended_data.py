@@ -67,7 +67,8 @@ class Blended(Trainee):
     """Trains on what Megatron's own sampler picks for its replica from where the cursor stands."""
 
     def __init__(self, parallel: ParallelConfig, folder: Path) -> None:
-        self._data, self._picked = blend(folder), iter(())
+        self._data: Any = blend(folder)
+        self._picked: Iterator[list[int]] = iter(())
         self.seen: list[list[Seen]] = []
         super().__init__(parallel, {**BASE, **LLAMA}, {}, BATCH_SIZE)
         self._picked = self._pick()
@@ -109,7 +110,7 @@ def in_order(generation: Generation) -> list[Seen]:
 
 
 def unbroken(folder: Path) -> list[Seen]:
-    data = blend(folder)
+    data: Any = blend(folder)
     whole = [(int(data[index]["dataset_id"]), tuple(data[index]["tokens"].tolist())) for index in range(SAMPLES)]
     assert {number for number, _ in whole[: 3 * STEPS * BATCH_SIZE]} == {0, 1}
     return whole
