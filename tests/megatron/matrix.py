@@ -140,6 +140,8 @@ DENSE = [
     Row("llama", mesh(pp=3), mesh(dp=2), BF16, THREE_LAYERS),
 ]
 
+MAMBA = "hybrid with a stand-in of Mamba's scan"
+
 ATTENTION = [
     Row("llama, QK norms and biases", mesh(tp=2), mesh(pp=2), BF16, quick=True),
     Row("llama, QK norms and biases", mesh(tp=4), mesh(tp=2, dp=2)),
@@ -155,6 +157,8 @@ ATTENTION = [
     Row("latent attention, whole queries", mesh(pp=2), mesh(tp=2), BF16),
     Row("hybrid", mesh(pp=2), mesh(tp=2), BF16, quick=True, gpus=True),
     Row("hybrid", mesh(tp=2, dp=2), mesh(pp=2, dp=2)),
+    Row(MAMBA, mesh(dp=2), mesh(tp=2), BF16, quick=True),
+    Row(MAMBA, mesh(tp=2, pp=2), mesh(dp=3)),
     Row("two heads", mesh(pp=2), mesh(tp=2), BF16, quick=True),
     Row("two heads", mesh(tp=2, pp=2), mesh(dp=3), oracle="catalogue", why=TWO_COPIES),
     Row("three heads", mesh(dp=2), mesh(tp=2), BF16),

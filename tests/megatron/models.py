@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fused_adam import in_place_of_transformer_engine
 from grouped import group_experts
+from mamba import mamba_layer
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
@@ -149,6 +150,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "hybrid_layer_pattern": "*-*E",
         "moe_layer_freq": [0, 0, 0, 1],
+    },
+    "hybrid with a stand-in of Mamba's scan": {
+        **LLAMA,
+        "num_layers": 4,
+        "hybrid_layer_pattern": "M*M-",
+        "mamba_state_dim": 3,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
     },
     "two heads": {**LLAMA, **HEADS},
     "three heads": {**LLAMA, **HEADS, "mtp_num_layers": 2},
@@ -357,6 +366,7 @@ def _hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     return ModuleSpec(
         HybridStack,
         submodules=HybridStackSubmodules(
+            mamba_layer=mamba_layer(),
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp(dense)),
             moe_layer=ModuleSpec(MoETransformerLayer, submodules=mlp(experts)),
