@@ -51,6 +51,8 @@ def missing_names() -> list[str]:
     for owner, name in (
         (DistributedOptimizer, "gbuf_ranges"),
         (DistributedOptimizer, "model_param_group_index_map"),
+        (DistributedOptimizer, "model_fp32_groups"),
+        (DistributedOptimizer, "model_float16_groups"),
         (DistributedOptimizer, "is_stub_optimizer"),
         (MegatronOptimizer, "init_state_fn"),
         (StepBatchsizeNumMicroBatchesCalculator, "schedule"),
@@ -120,6 +122,19 @@ def _require_known(leaf: MegatronOptimizer) -> None:
         )
     if (name := type(leaf.optimizer).__name__) not in MOMENTS:
         raise ValueError(f"cannot find the state of a {name}; it is known of {', '.join(MOMENTS)}")
+
+
+def correct_positions(leaf: MegatronOptimizer) -> None:
+    """Have Megatron find the state of each parameter where some of a group are in fp32 and others in 16 bits.
+
+    Its optimizer has those in fp32 first, and it counts as if all were in order: it would save, and we would move, the
+    state of one parameter as that of another.
+    """
+    if not isinstance(leaf, DistributedOptimizer):
+        return
+    for group, (wide, narrow) in enumerate(zip(leaf.model_fp32_groups, leaf.model_float16_groups, strict=True)):
+        for position, param in enumerate([*wide, *narrow]):
+            leaf.model_param_group_index_map[param] = (group, position)
 
 
 def moment_names(leaf: MegatronOptimizer) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ def describe(
     compat.require_known_optimizers(optimizer)
     owned: list[compat.Owned] = []
     for leaf in compat.leaf_optimizers(optimizer):
+        compat.correct_positions(leaf)
         compat.create_moments(leaf)
         owned += compat.owned_state(leaf)
     gathered_later = compat.weights_gathered_later(chunks)

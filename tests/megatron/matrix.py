@@ -89,12 +89,14 @@ WHOLE_MAINS = {"store_param_remainders": False}
 FOUR_LAYERS = {"num_layers": 4}
 THREE_LAYERS = {"num_layers": 3}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
+IN_FP32 = {"in_fp32": ("input_layernorm.weight", "router.weight")}
 ROUND = {"vocab_size": 32}
 PADDED = "Megatron's checkpoint takes the padding between several gradient buckets for state"
 REMAINDERS = "Megatron cannot load the remainders of main weights that it saves"
 OTHER_CHAIN = (
     "Megatron's checkpoint numbers chained optimizers, which are others where experts have no mesh of their own"
 )
+NO_FP32 = "Megatron cannot save an optimizer without ZeRO-1 of weights some of which are in fp32"
 NO_SGD = "Megatron cannot load the optimizer state of SGD"
 NO_EXPERTS = "Megatron cannot save the optimizer of a stage that has no experts while others have some"
 TWO_COPIES = (
@@ -259,6 +261,10 @@ OPTIMIZERS = [
         oracle="catalogue",
         why=NO_SGD,
     ),
+    # Some weights are kept in fp32, beside others of the same size in 16 bits.
+    Row("experts", mesh(dp=2), mesh(dp=3), BF16, IN_FP32, quick=True),
+    Row("llama", mesh(tp=2, dp=2), mesh(pp=2), FP16, IN_FP32),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2), BF16, IN_FP32, oracle="catalogue", why=NO_FP32),
     # Matrices by Muon, and the rest by Adam or Lion.
     Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), {**MUON, **BF16}, quick=True),
     Row("llama", mesh(tp=2, pp=2, **PLAIN), mesh(dp=3, **PLAIN), MUON),

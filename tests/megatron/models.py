@@ -237,6 +237,7 @@ class Trainee:
             "position_embedding_type": given.pop("position", "rope"),
         }
         is_grouped = given.pop("is_grouped", False)
+        in_fp32 = given.pop("in_fp32", ())
         pattern = given.pop("hybrid_layer_pattern", None)
         if pattern and (self._parallel.virtual_pipeline > 1 or self._parallel.pipeline_layers):
             ends = list(accumulate(self._parallel.layers_of_virtual_stages(given["num_layers"]), initial=0))
@@ -279,6 +280,9 @@ class Trainee:
             _zero_padding(module, self.config.vocab_size)
             if dtype != torch.float32:
                 module = Float16Module(config, module)
+            for name, weight in module.named_parameters():
+                if name.endswith(in_fp32):
+                    weight.data = weight.data.float()
             chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=number > 0))
         return chunks
 
