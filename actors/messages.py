@@ -76,6 +76,8 @@ class Boundary:
     ended_at: float
     digests: dict[str, str] = field(default_factory=dict)
     """Of each replicated item; filled in where the boundary leaves the rank."""
+    is_whole: bool = True
+    """False where the step made no update: gradients that it may have gathered for a later one are not moved."""
 
 
 @dataclass(frozen=True)

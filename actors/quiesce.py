@@ -36,6 +36,11 @@ def pause(generation: Generation, wait: Wait, timeout_s: float) -> dict[int, Bou
         [rank.wait_paused.remote(timeout_s) for rank in generation.ranks], timeout_s, f"step {last_step} to end"
     )
     paused = dict(enumerate(boundaries))
+    if not all(boundary.is_whole for boundary in boundaries):
+        raise ResizeFailed(
+            f"step {last_step} made no update of the weights, and gradients that wait for a later one are not moved: "
+            "end each step of ray_etc.steps() with an update"
+        )
     _check_replicated(paused)
     return paused
 

@@ -184,7 +184,7 @@ class Session:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._first_step is not None)
         first = self._first_step or state.next_step
-        self._record_boundary(first)
+        self._record_boundary(first, is_whole=True)
         return first
 
     def _before_update(self) -> None:
@@ -196,17 +196,20 @@ class Session:
                 self._update_began = _gpu_event()
             self._is_updating = True
 
-    def _record_boundary(self, next_step: int) -> None:
+    def _record_boundary(self, next_step: int, *, is_whole: bool) -> None:
         assert self.state is not None
-        boundary = Boundary(next_step, SmallState.of(self.state), time.time())
+        boundary = Boundary(next_step, SmallState.of(self.state), time.time(), is_whole=is_whole)
         update_ended = _gpu_event()
         with self._changed:
+            if self._marks and not self._marks[-1].boundary.is_whole:
+                self._marks.pop()  # it must not push out the last whole one
             self._marks.append(Mark(boundary, self._update_began, update_ended))
             self._is_updating = False
             self._changed.notify_all()
 
     def _boundary(self, step: int) -> None:
-        self._record_boundary(step + 1)
+        assert self.state is not None
+        self._record_boundary(step + 1, is_whole=self._is_updating or self.state.skips_updates)
         if self._trims_left:
             self._trim()
         if self._last_step is None or step < self._last_step:
@@ -338,6 +341,8 @@ class Session:
         if is_updating and _has_happened(update_began):
             return None
         for mark in reversed(marks):
+            if not mark.boundary.is_whole:
+                continue  # the tensors are still those of the one before
             if _has_happened(mark.update_ended):
                 return mark.boundary
             if _has_happened(mark.update_began):

@@ -21,7 +21,8 @@ def steps(state: TrainState, total: int) -> Iterator[int]:
     """The step numbers from where the state stands up to `total`: the only place where a resize can happen.
 
     A new generation runs the train loop from its top and enters here at the step where the old one left off, with
-    all of `state` moved over. The old one leaves here, by an exception that only its `finally` blocks see.
+    all of `state` moved over. The old one leaves here, by an exception that only its `finally` blocks see. A step ends
+    with an update: no resize begins after one that only gathers gradients.
     """
     return current_session().steps(state, total)
 

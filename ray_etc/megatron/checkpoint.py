@@ -69,7 +69,7 @@ def save(
     tensor_ranks, stages = parallel.tensor_parallel, parallel.pipeline_parallel
     content = {
         **_sharded(chunks, optimizer, METADATA, is_loading=False),
-        "args": _arguments(unwrap_model(chunks[0]).config, parallel, small["replicated"]),
+        "args": _arguments(unwrap_model(chunks[0]), parallel, small["replicated"]),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "rng_state": ShardedObject(
@@ -162,8 +162,9 @@ def _named(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
     return [(f"model{n}" if len(chunks) > 1 else "model", chunk) for n, chunk in enumerate(chunks)]
 
 
-def _arguments(config: Any, parallel: ParallelConfig, replicated: Mapping[str, Any]) -> Namespace:
+def _arguments(model: Any, parallel: ParallelConfig, replicated: Mapping[str, Any]) -> Namespace:
     """Those of Megatron's script that it looks at when it loads a checkpoint."""
+    config = model.config
     return Namespace(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -176,6 +177,8 @@ def _arguments(config: Any, parallel: ParallelConfig, replicated: Mapping[str, A
         data_parallel_size=parallel.data_parallel,
         world_size=parallel.world_size,
         consumed_train_samples=replicated.get("loader", {}).get("consumed_samples", 0),
+        # Without it, it would take the layers of a HybridModel for those of a GPTModel, which are numbered otherwise.
+        hybrid_layer_pattern=getattr(model, "hybrid_layer_pattern", None),
     )
 
 
@@ -311,9 +314,10 @@ def _replicated_by_megatron(common: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = common["optimizer"]
     leaves = [optimizer[number] for number in sorted(optimizer)] if 0 in optimizer else [optimizer]
     scales = [leaf["grad_scaler"] for leaf in leaves if "grad_scaler" in leaf]
+    counted = [step for leaf in leaves if (step := compat.saved_step(leaf)) is not None]
     return {
         "optimizer": {
-            "step": int(max(compat.saved_step(leaf) for leaf in leaves)),
+            "step": max(counted, default=common["iteration"]),  # only Adam counts
             "grad_scalers": {False: scales[0], True: scales[-1]} if scales else {},
         },
         "scheduler": common.get("opt_param_scheduler"),

@@ -14,9 +14,22 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 
 from ray_etc.megatron import remainders
+
+ADAM = ("exp_avg", "exp_avg_sq")
+MOMENTS = {
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "FusedAdam": ADAM,
+    "SGD": ("momentum_buffer",),
+    "FusedSGD": ("momentum_buffer",),
+    "Lion": ("exp_avg",),
+    "TensorParallelMuon": ("momentum_buffer",),
+}
+"""What each class of optimizer that Megatron wraps keeps for a parameter. By name: they come from several packages."""
 
 UNSCALED = (torch.float32, torch.bfloat16)
 """What Transformer Engine's Adam keeps as it is; float16 and 8 bits it multiplies with a scale for each tensor."""
@@ -38,6 +51,8 @@ def missing_names() -> list[str]:
     for owner, name in (
         (DistributedOptimizer, "gbuf_ranges"),
         (DistributedOptimizer, "model_param_group_index_map"),
+        (DistributedOptimizer, "model_fp32_groups"),
+        (DistributedOptimizer, "model_float16_groups"),
         (DistributedOptimizer, "is_stub_optimizer"),
         (MegatronOptimizer, "init_state_fn"),
         (StepBatchsizeNumMicroBatchesCalculator, "schedule"),
@@ -66,16 +81,31 @@ def is_for_experts(leaf: MegatronOptimizer) -> bool:
     return any(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
 
 
-def require_known_optimizer(leaf: MegatronOptimizer) -> None:
+def require_known_optimizers(optimizer: MegatronOptimizer) -> None:
     """Raise ValueError for an optimizer whose state the adapter does not know how to find."""
+    for part in (optimizer, *leaf_optimizers(optimizer)):
+        if isinstance(part, LayerWiseDistributedOptimizer):
+            raise ValueError(
+                "a LayerWiseDistributedOptimizer deals whole weights out to the replicas, and its state cannot be "
+                "found yet; set use_layer_wise_distributed_optimizer=False"
+            )
+    for leaf in leaf_optimizers(optimizer):
+        _require_known(leaf)
+
+
+def _require_known(leaf: MegatronOptimizer) -> None:
     known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
     if not isinstance(leaf, known):
         raise ValueError(
             f"cannot find the state of a {type(leaf).__name__}; "
             f"use one of Megatron's {', '.join(kind.__name__ for kind in known)}"
         )
-    if leaf.config.optimizer not in ("adam", "sgd"):
-        raise ValueError(f"optimizer={leaf.config.optimizer!r}: only the state of 'adam' and 'sgd' can be moved")
+    if leaf.config.use_distributed_optimizer and not isinstance(leaf, DistributedOptimizer):
+        # Each replica gets a part of the gradients, and would update all of its weights.
+        raise ValueError(
+            f"use_distributed_optimizer=True, but optimizer={leaf.config.optimizer!r} is a {type(leaf).__name__}, "
+            "under which replicas would drift apart; set it to False, in the optimizer and in DDP"
+        )
     if leaf.config.use_precision_aware_optimizer:
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = getattr(leaf.config, name)
@@ -90,13 +120,28 @@ def require_known_optimizer(leaf: MegatronOptimizer) -> None:
             "optimizer_cpu_offload=True keeps main weights and moments in host memory, and a handover moves what is "
             "in the memory of the device; set it to False"
         )
+    if (name := type(leaf.optimizer).__name__) not in MOMENTS:
+        raise ValueError(f"cannot find the state of a {name}; it is known of {', '.join(MOMENTS)}")
+
+
+def correct_positions(leaf: MegatronOptimizer) -> None:
+    """Have Megatron find the state of each parameter where some of a group are in fp32 and others in 16 bits.
+
+    Its optimizer has those in fp32 first, and it counts as if all were in order: it would save, and we would move, the
+    state of one parameter as that of another.
+    """
+    if not isinstance(leaf, DistributedOptimizer):
+        return
+    for group, (wide, narrow) in enumerate(zip(leaf.model_fp32_groups, leaf.model_float16_groups, strict=True)):
+        for position, param in enumerate([*wide, *narrow]):
+            leaf.model_param_group_index_map[param] = (group, position)
 
 
 def moment_names(leaf: MegatronOptimizer) -> tuple[str, ...]:
     """The tensors that the optimizer keeps for each parameter, beside the parameter itself."""
-    if leaf.config.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if leaf.config.sgd_momentum else ()
+    names = MOMENTS[type(leaf.optimizer).__name__]
+    has_none = "SGD" in type(leaf.optimizer).__name__ and not leaf.config.sgd_momentum
+    return () if has_none else names
 
 
 def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
@@ -232,7 +277,7 @@ def adam_step(leaf: MegatronOptimizer) -> int:
 
 
 def set_adam_step(leaf: MegatronOptimizer, step: int) -> None:
-    if leaf.config.optimizer != "adam":
+    if moment_names(leaf) != ADAM:
         return
     if isinstance(leaf.optimizer, torch.optim.Adam):
         # A tensor for each: without Transformer Engine, Megatron's checkpoint loader leaves one that all parameters
@@ -284,13 +329,19 @@ def memory_stays(optimizer: MegatronOptimizer) -> Iterator[None]:
     Transformer Engine's Adam would put others in their place.
     """
     leaves: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if isinstance(leaf, DistributedOptimizer)]
+    # It would have SGD make its state, too, and has nothing that does.
+    without: list[Any] = [leaf for leaf in leaf_optimizers(optimizer) if leaf.init_state_fn is None]
     for leaf in leaves:
         leaf.load_state_dict = lambda _: None
+    for leaf in without:
+        leaf.init_state_fn = lambda *_: None
     try:
         yield
     finally:
         for leaf in leaves:
             del leaf.load_state_dict
+        for leaf in without:
+            leaf.init_state_fn = None
 
 
 @contextmanager
@@ -355,8 +406,8 @@ def load_optimizer_tensors(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> N
                 index += 1
 
 
-def saved_step(saved: dict[str, Any]) -> int:
+def saved_step(saved: dict[str, Any]) -> int | None:
     """Adam's step count in what Megatron saved of an optimizer: beside the moments, or with ZeRO-1 in the groups."""
     inner = saved.get("optimizer", saved)
     counts = [group.get("step") for group in inner["param_groups"]] + [inner.get("state", {}).get("common_step")]
-    return max((int(count) for count in counts if count is not None), default=0)
+    return max((int(count) for count in counts if count is not None), default=None)

@@ -12,7 +12,7 @@ target, since Megatron gathers the rest as it always does.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -39,9 +39,11 @@ def describe(
         optimizer: the optimizer made by `get_megatron_optimizer` for them; its moments are made if need be.
         vocab_size: rows of the vocabulary without padding; None where it has none.
     """
+    _require_plain_weights(chunks)
+    compat.require_known_optimizers(optimizer)
     owned: list[compat.Owned] = []
     for leaf in compat.leaf_optimizers(optimizer):
-        compat.require_known_optimizer(leaf)
+        compat.correct_positions(leaf)
         compat.create_moments(leaf)
         owned += compat.owned_state(leaf)
     gathered_later = compat.weights_gathered_later(chunks)
@@ -51,14 +53,17 @@ def describe(
     parts_of: dict[torch.Tensor, list[_Part]] = {}
     for tensor, part in _parts(chunks, vocab_size):
         parts_of.setdefault(tensor, []).append(part)
+    _require_all_named(chunks, parts_of)
+    for tensor, parts in parts_of.items():
         kind = "param" if isinstance(tensor, torch.nn.Parameter) else "buffer"
         held = tensor.detach().view(-1)
-        if tensor not in gathered_later:
-            shards.extend(part.shards(kind, held, 0, tensor.numel()))
-            continue
-        start, stop = range_of.get(tensor, (0, 0))
-        # Also what it has nothing of is named, so that the parameters keep their order.
-        shards.extend(list(part.shards(kind, held[start:stop], start, stop)) or [part.nothing(kind, held)])
+        for part in parts:
+            if tensor not in gathered_later:
+                shards.extend(part.shards(kind, held, 0, tensor.numel()))
+                continue
+            start, stop = range_of.get(tensor, (0, 0))
+            # Also what it has nothing of is named, so that the parameters keep their order.
+            shards.extend(list(part.shards(kind, held[start:stop], start, stop)) or [part.nothing(kind, held)])
     for param, start, stop, tensors in owned:
         for kind, tensor in tensors.items():
             held = tensor.detach().view(-1)
@@ -79,6 +84,7 @@ class _Part:
         self.local_shape = tuple(sharded.local_shape)
         self.offsets = tuple(sharded.global_offset)
         self.first = sharded.data.storage_offset() - whole.storage_offset()
+        self.numel = sharded.data.numel()
         if vocab_size is not None and sharded.allow_shape_mismatch:
             # Megatron marks so the tensors whose first dim is a padded vocabulary.
             self.shape = (*self.shape[:unit_dims], vocab_size, *self.shape[unit_dims + 1 :])
@@ -160,6 +166,34 @@ def _parts(chunks: Sequence[torch.nn.Module], vocab_size: int | None) -> Iterato
                 if one.data.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
                     raise ValueError(f"{one.key} is a copy made for checkpoints, not the memory that is trained")
                 yield whole, _Part(one, whole, vocab_size, model.config)
+
+
+def _require_plain_weights(chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise ValueError for weights, or what is kept beside them, in 8 or 4 bits.
+
+    Transformer Engine makes its scales in the first step, so that nothing of them is to be seen before.
+    """
+    for chunk in chunks:
+        config: Any = unwrap_model(chunk).config
+        for name in ("fp8", "fp4"):
+            if getattr(config, name, None):
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r}: scales and amax histories of Transformer Engine cannot be "
+                    "moved; train in bf16 or fp32"
+                )
+
+
+def _require_all_named(chunks: Sequence[torch.nn.Module], parts_of: Mapping[torch.Tensor, Sequence[_Part]]) -> None:
+    """Raise ValueError where the model's own `sharded_state_dict` leaves out something that is trained or kept."""
+    for chunk in chunks:
+        for name, tensor in unwrap_model(chunk).state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor) or name.endswith("_extra_state"):
+                continue
+            if sum(part.numel for part in parts_of.get(tensor, ())) < tensor.numel():
+                raise ValueError(
+                    f"sharded_state_dict of the model does not say where all of {name} belongs, so that it would be "
+                    "lost in a resize; have the module that holds it name it there"
+                )
 
 
 def _refuse_opaque_state(value: ShardedObject) -> None:

@@ -64,7 +64,8 @@ def state(
             "the global batch follows a schedule of samples (step_batch_size_schedule), and the loader does not say "
             "how many it has given: give it an attribute consumed_samples"
         )
-    replicated: dict[str, Stateful] = {"optimizer": OptimizerProgress(optimizer, chunks)}
+    progress = OptimizerProgress(optimizer, chunks)
+    replicated: dict[str, Stateful] = {"optimizer": progress}
     if scheduler is not None:
         replicated["scheduler"] = SchedulerProgress(scheduler)
     if loader is not None:
@@ -88,6 +89,7 @@ def state(
             ("param", shard.tensor.name): shard.tensor.key for shard in shards if shard.tensor.kind == "main_param"
         },
         optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
+        skips_updates=progress.is_scaled,
         check_parallel=check,
     )
     if checkpoint is not None and is_first_generation():
@@ -156,6 +158,11 @@ class OptimizerProgress:
             scaler.load_state_dict(state_dict["grad_scalers"][compat.is_for_experts(leaf)])
         # All ranks are here, after each has got its own range of the weights.
         compat.gather_weights(self._chunks, unless_by_forward=True)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a step may make no update, because a scaled gradient overflows."""
+        return bool(self._scaled_leaves())
 
     def _scaled_leaves(self) -> list[tuple[MegatronOptimizer, Any]]:
         scalers = [(leaf, getattr(leaf, "grad_scaler", None)) for leaf in self._leaves]

@@ -82,7 +82,10 @@ class RandomStreams:
             else:
                 seed = _fresh_seed(self.seed, step, coordinate.pipeline, *place, index)
                 tracker_states[name] = _seeded_state(seed)
-        get_cuda_rng_tracker().set_states(tracker_states)
+        held = get_cuda_rng_tracker().get_states()
+        get_cuda_rng_tracker().set_states(
+            {name: _put_into(held.get(name), state) for name, state in tracker_states.items()}
+        )
 
 
 def to_megatron(random_streams: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +128,15 @@ def _seeded_state(seed: int) -> torch.Tensor:
     state = torch.cuda.get_rng_state()
     torch.cuda.set_rng_state(before)
     return state
+
+
+def _put_into(held: Any, state: Any) -> Any:
+    """What a tracker is to keep in place of `held`: where that is a generator, CUDA graphs refer to it, so it stays."""
+    put: Callable[[Any], None] | None = getattr(held, "set_state", None)
+    if put is None or state is held:
+        return state
+    put(state)
+    return held
 
 
 def _plain(state: Any) -> torch.Tensor:

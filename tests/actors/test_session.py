@@ -181,6 +181,7 @@ def test_small_state_is_a_snapshot() -> None:
 
     def body(step: int) -> None:
         live["n"].add_(1)
+        state.optimizers[0].step()
 
     loop = start(state, body)
     loop.step()
@@ -189,6 +190,45 @@ def test_small_state_is_a_snapshot() -> None:
     again = loop.session.freeze(5.0)
     assert boundary.digests == again.digests
     assert boundary.next_step == 1
+
+
+def test_a_step_that_only_gathers_gradients_is_no_place_to_stop() -> None:
+    """Else what it has gathered would be lost: the tensors are those of the update before, so its step is, too."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = sgd(weight)
+    state = state_of(weight, optimizer)
+
+    def body(step: int) -> None:
+        weight.grad = torch.ones(2) if weight.grad is None else weight.grad + 1
+        if step == 1 or step == 5:
+            optimizer.step()
+            weight.grad = None
+
+    loop = start(state, body)
+    for _ in range(5):
+        loop.step()
+    assert loop.session.next_step() == 5
+    assert loop.session.freeze(5.0).next_step == 2
+    assert weight.tolist() == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("skips_updates", "updates", "is_whole"), [(False, 0, False), (False, 1, True), (True, 0, True)]
+)
+def test_pause_says_whether_the_step_made_an_update(skips_updates: bool, updates: int, is_whole: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = sgd(weight)
+    state = state_of(weight, optimizer)
+    state.skips_updates = skips_updates
+
+    def body(step: int) -> None:
+        for _ in range(updates):
+            optimizer.step()
+
+    loop = start(state, body)
+    assert loop.session.propose_last_step(0)
+    loop.go.release()
+    assert loop.session.wait_paused(5.0).is_whole == is_whole
 
 
 class LateDevice:

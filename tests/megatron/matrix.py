@@ -79,6 +79,7 @@ NO_SP = {"sequence_parallel": False}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP16: dict[str, Any] = {"dtype": torch.float16, "initial_loss_scale": 2.0**16, "loss_scale_window": 2, "hysteresis": 1}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
+MUON: dict[str, Any] = {"optimizer": "muon"}
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 300}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FIRST_CHUNK_AT_ONCE = {"overlap_param_gather_with_optimizer_step": True}
@@ -88,9 +89,14 @@ WHOLE_MAINS = {"store_param_remainders": False}
 FOUR_LAYERS = {"num_layers": 4}
 THREE_LAYERS = {"num_layers": 3}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
+IN_FP32 = {"in_fp32": ("input_layernorm.weight", "router.weight")}
 ROUND = {"vocab_size": 32}
 PADDED = "Megatron's checkpoint takes the padding between several gradient buckets for state"
 REMAINDERS = "Megatron cannot load the remainders of main weights that it saves"
+OTHER_CHAIN = (
+    "Megatron's checkpoint numbers chained optimizers, which are others where experts have no mesh of their own"
+)
+NO_FP32 = "Megatron cannot save an optimizer without ZeRO-1 of weights some of which are in fp32"
 NO_SGD = "Megatron cannot load the optimizer state of SGD"
 NO_EXPERTS = "Megatron cannot save the optimizer of a stage that has no experts while others have some"
 TWO_COPIES = (
@@ -136,12 +142,16 @@ DENSE = [
     Row("llama", mesh(pp=3), mesh(dp=2), BF16, THREE_LAYERS),
 ]
 
+MAMBA = "hybrid with a stand-in of Mamba's scan"
+
 ATTENTION = [
     Row("llama, QK norms and biases", mesh(tp=2), mesh(pp=2), BF16, quick=True),
     Row("llama, QK norms and biases", mesh(tp=4), mesh(tp=2, dp=2)),
     Row("gpt2", mesh(tp=2), mesh(dp=2), quick=True),
     Row("gpt2", mesh(pp=2, **PLAIN), mesh(tp=4, **PLAIN), BF16),
     Row("gpt2", mesh(tp=4), mesh(pp=2, dp=2), change=ROUND),
+    Row("llama, gates and sinks", mesh(dp=2), mesh(tp=4), BF16),
+    Row("gpt2, no biases", mesh(dp=2), mesh(tp=2), BF16),
     Row("gpt2, SwiGLU with biases", mesh(tp=2), mesh(tp=4), BF16, gpus=True),
     Row("gpt2, SwiGLU with biases", mesh(dp=2), mesh(tp=2, pp=2), oracle="catalogue", why=TWO_COPIES),
     Row("latent attention", mesh(tp=2), mesh(dp=2), BF16, quick=True, gpus=True),
@@ -149,8 +159,12 @@ ATTENTION = [
     Row("latent attention, whole queries", mesh(pp=2), mesh(tp=2), BF16),
     Row("hybrid", mesh(pp=2), mesh(tp=2), BF16, quick=True, gpus=True),
     Row("hybrid", mesh(tp=2, dp=2), mesh(pp=2, dp=2)),
+    Row(MAMBA, mesh(dp=2), mesh(tp=2), BF16, quick=True),
+    Row(MAMBA, mesh(tp=2, pp=2), mesh(dp=3)),
     Row("two heads", mesh(pp=2), mesh(tp=2), BF16, quick=True),
     Row("two heads", mesh(tp=2, pp=2), mesh(dp=3), oracle="catalogue", why=TWO_COPIES),
+    Row("three heads", mesh(dp=2), mesh(tp=2), BF16),
+    Row("three heads", mesh(pp=2), mesh(tp=2, dp=2), oracle="catalogue", why=TWO_COPIES),
     Row("two heads, tied", mesh(tp=2), mesh(dp=2), BF16, gpus=True),
 ]
 
@@ -173,11 +187,16 @@ EXPERTS = [
     Row("experts", mesh(dp=3, ep=3), mesh(dp=2, ep=2), BF16, {"num_moe_experts": 6}, quick=True),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, cp=2, ep=2), BF16),
     Row("experts, plain", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
-    Row("experts, grouped", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
     Row(GROUPED, mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16, quick=True),
     Row(GROUPED, mesh(tp=2, dp=2, ep=2), mesh(pp=2), change=ALL_GATHER),
     Row("experts, biased router", mesh(dp=2, ep=2), mesh(tp=2, pp=2), BF16, quick=True),
     Row("experts, biased router", mesh(pp=2), mesh(dp=4, ep=4)),
+    Row("experts, balanced by quantiles", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16, quick=True),
+    Row("experts, balanced by quantiles", mesh(pp=2), mesh(dp=4, ep=4)),
+    Row("experts, balanced over the batch", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
+    Row("experts, balanced by sequence", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
+    Row("experts with biases", mesh(dp=2, ep=2), mesh(tp=2, pp=2, ep=2, etp=1), BF16),
+    Row("experts, shared by a gate", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
     Row("experts, shared too", mesh(tp=2, ep=2, etp=1), mesh(dp=2, ep=2), BF16, quick=True),
     Row("experts, shared too", mesh(pp=2, dp=2, ep=2), mesh(tp=4, ep=4, etp=1)),
     Row("experts in some layers", mesh(pp=2, dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16, FOUR_LAYERS),
@@ -204,6 +223,14 @@ PIPELINE = [
     Row("llama", mesh(pp=3, pipeline_layers=(1, 2, 1)), mesh(pp=2, dp=2), BF16, FOUR_LAYERS),
     Row("llama", mesh(pp=3, pipeline_layers=(1, 2, 1)), mesh(tp=2), BF16, {**FOUR_LAYERS, "uneven_by_ends": True}),
     Row("llama", mesh(pp=2, vpp=2, pipeline_layers=(1, 2, 1, 1)), mesh(pp=3), change={"num_layers": 5}),
+    # The embedding or the loss has a stage of its own.
+    Row("llama", mesh(pp=3, pipeline_layers=(0, 1, 1)), mesh(dp=2), BF16, quick=True),
+    Row("llama", mesh(pp=2, vpp=2, pipeline_layers=(0, 1, 1, 0)), mesh(pp=3, pipeline_layers=(1, 1, 0)), BF16),
+    Row("two heads", mesh(pp=2, vpp=2), mesh(tp=2), BF16, FOUR_LAYERS),
+    # These models name their stages in a pattern of their own.
+    Row("hybrid", mesh(pp=2, vpp=2), mesh(tp=2), BF16, quick=True),
+    Row("hybrid", mesh(pp=2, pipeline_layers=(1, 3)), mesh(tp=2), BF16),
+    Row("hybrid with experts", mesh(pp=2, pipeline_layers=(3, 1)), mesh(dp=2, ep=2), BF16),
     Row("experts in some layers", mesh(pp=2, pipeline_layers=(3, 1)), mesh(dp=2, ep=2), BF16, FOUR_LAYERS),
 ]
 
@@ -211,7 +238,10 @@ CONTEXT = [
     Row("llama", mesh(cp=2), mesh(dp=2), BF16, quick=True),
     Row("llama", mesh(cp=2), mesh(tp=2)),
     Row("llama", mesh(tp=2, cp=2), mesh(pp=2, dp=2), BF16, quick=True, gpus=True),
+    Row("llama", mesh(pp=2, cp=2, vpp=2), mesh(tp=2, dp=2), BF16, FOUR_LAYERS),
     Row("gpt2", mesh(dp=2, cp=2, **PLAIN), mesh(cp=4), BF16),
+    Row("hybrid", mesh(cp=2), mesh(tp=2), BF16),
+    Row("two heads", mesh(cp=2), mesh(tp=2), BF16),
     Row("latent attention", mesh(cp=2), mesh(tp=2), BF16),
     Row("experts", mesh(cp=2, ep=2), mesh(dp=2, ep=2), BF16),
     Row("experts", mesh(tp=2, cp=2, ep=4, etp=1), mesh(pp=2), BF16),
@@ -231,8 +261,26 @@ OPTIMIZERS = [
         oracle="catalogue",
         why=NO_SGD,
     ),
+    # Some weights are kept in fp32, beside others of the same size in 16 bits.
+    Row("experts", mesh(dp=2), mesh(dp=3), BF16, IN_FP32, quick=True),
+    Row("llama", mesh(tp=2, dp=2), mesh(pp=2), FP16, IN_FP32),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2), BF16, IN_FP32, oracle="catalogue", why=NO_FP32),
+    # Matrices by Muon, and the rest by Adam or Lion.
+    Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), {**MUON, **BF16}, quick=True),
+    Row("llama", mesh(tp=2, pp=2, **PLAIN), mesh(dp=3, **PLAIN), MUON),
+    Row(
+        "experts",
+        mesh(dp=2, ep=2, **PLAIN),
+        mesh(tp=2, **PLAIN),
+        {**MUON, "muon_scalar_optimizer": "lion", **BF16},
+        oracle="catalogue",
+        why=OTHER_CHAIN,
+    ),
+    Row("experts", mesh(tp=2, ep=2, etp=1, **PLAIN), mesh(dp=4, ep=4, **PLAIN), MUON),
+    Row("llama", mesh(pp=2, **PLAIN), mesh(tp=4, **PLAIN), {"optimizer": "lion", **BF16}),
     Row("llama", mesh(dp=4), mesh(dp=2), {"instances": 2, **BF16}, quick=True, gpus=True),
     Row("llama", mesh(dp=4), mesh(tp=2, dp=2), {"instances": 2}),
+    Row("experts", mesh(dp=4, ep=2), mesh(dp=4), {"instances": 2, **BF16}),
     Row("llama", mesh(dp=2), mesh(tp=2, dp=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED, quick=True),
     Row("llama", mesh(pp=2, vpp=2), mesh(pp=2, dp=2), {"overlap_grad_reduce": True, **BF16}, FOUR_LAYERS),
     Row("experts", mesh(dp=4, ep=2), mesh(dp=2, ep=2), {**BUCKETS, **BF16}, oracle="catalogue", why=PADDED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fused_adam import in_place_of_transformer_engine
 from grouped import group_experts
+from mamba import mamba_layer
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
@@ -94,14 +96,15 @@ MODELS: dict[str, dict[str, Any]] = {
     # Grouped queries, SwiGLU, RMSNorm, rotary positions, no biases, and a vocabulary that no axis divides.
     "llama": LLAMA,
     "llama, QK norms and biases": {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True},
+    "llama, gates and sinks": {**LLAMA, "attention_output_gate": True, "softmax_type": "learnable"},
     "llama, six heads": {**LLAMA, "num_attention_heads": 6, "hidden_size": 24, "num_query_groups": 6},
     # Every head its own keys, a plain MLP, LayerNorm, biases, learned positions, tied embeddings.
     "gpt2": GPT2,
+    "gpt2, no biases": {**GPT2, "add_bias_linear": False},
     "gpt2, SwiGLU with biases": {**GPT2, "gated_linear_unit": True, "activation_func": F.silu},
     "latent attention": LATENT,
     "latent attention, whole queries": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
     "experts": EXPERTS,
-    "experts, grouped": {**EXPERTS, "moe_grouped_gemm": True},
     "experts, grouped by a stand-in of Transformer Engine's": {**EXPERTS, "is_grouped": True},
     "experts, plain": {**EXPERTS, "gated_linear_unit": False, "activation_func": F.gelu, "normalization": "LayerNorm"},
     "experts, biased router": {
@@ -111,7 +114,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     },
+    "experts, balanced by quantiles": {
+        **EXPERTS,
+        "moe_router_load_balancing_type": "quantile_balancing",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_quantile_balancing_ema": 0.5,
+    },
+    "experts, balanced over the batch": {
+        **EXPERTS,
+        "moe_router_load_balancing_type": ["global_aux_loss", "aux_loss"],
+        "moe_aux_loss_coeff": [1e-2, 1e-2],
+        "moe_z_loss_coeff": 1e-3,
+    },
+    "experts, balanced by sequence": {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
     "experts, shared too": {**EXPERTS, "moe_shared_expert_intermediate_size": 20},
+    "experts, shared by a gate": {
+        **EXPERTS,
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_shared_expert_gate": True,
+    },
+    "experts with biases": {**EXPERTS, "add_bias_linear": True},
     "experts in some layers": {**EXPERTS, "moe_layer_freq": [0, 1, 1, 0]},
     "deepseek": {
         **EXPERTS,
@@ -129,7 +151,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "hybrid_layer_pattern": "*-*E",
         "moe_layer_freq": [0, 0, 0, 1],
     },
+    "hybrid with a stand-in of Mamba's scan": {
+        **LLAMA,
+        "num_layers": 4,
+        "hybrid_layer_pattern": "M*M-",
+        "mamba_state_dim": 3,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
+    },
     "two heads": {**LLAMA, **HEADS},
+    "three heads": {**LLAMA, **HEADS, "mtp_num_layers": 2},
     "two heads, tied": {**LLAMA, **HEADS, "is_tied": True},
 }
 
@@ -206,7 +237,11 @@ class Trainee:
             "position_embedding_type": given.pop("position", "rope"),
         }
         is_grouped = given.pop("is_grouped", False)
+        in_fp32 = given.pop("in_fp32", ())
         pattern = given.pop("hybrid_layer_pattern", None)
+        if pattern and (self._parallel.virtual_pipeline > 1 or self._parallel.pipeline_layers):
+            ends = list(accumulate(self._parallel.layers_of_virtual_stages(given["num_layers"]), initial=0))
+            pattern = "|".join(pattern[first:end] for first, end in pairwise(ends))
         config_type = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
         axes = mesh.transformer_arguments(self._parallel, given["num_layers"], given.get("mtp_num_layers") or 0)
         if given.pop("uneven_by_ends", False) and self._parallel.pipeline_layers:  # the other way to say it
@@ -245,6 +280,9 @@ class Trainee:
             _zero_padding(module, self.config.vocab_size)
             if dtype != torch.float32:
                 module = Float16Module(config, module)
+            for name, weight in module.named_parameters():
+                if name.endswith(in_fp32):
+                    weight.data = weight.data.float()
             chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=number > 0))
         return chunks
 
@@ -332,6 +370,7 @@ def _hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     return ModuleSpec(
         HybridStack,
         submodules=HybridStackSubmodules(
+            mamba_layer=mamba_layer(),
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp(dense)),
             moe_layer=ModuleSpec(MoETransformerLayer, submodules=mlp(experts)),

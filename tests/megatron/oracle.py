@@ -215,7 +215,7 @@ def _load_plain(leaf: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     index = 0
     for group, params in enumerate(group["params"] for group in leaf.optimizer.param_groups):
         for position, param in enumerate(params):
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in leaf.optimizer.state[param].keys() - {"step"}:
                 leaf.optimizer.state[param][name].copy_(states[index][name])
             if mains:
                 param.data.copy_(mains[group][position])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from matrix import BF16, ONE, PRECISE, mesh
+from matrix import BF16, MUON, ONE, PLAIN, PRECISE, mesh
 
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -42,11 +42,24 @@ REFUSALS = [
         optimizer={**PRECISE, "exp_avg_dtype": torch.uint8},
     ),
     Refusal(
-        "Muon without its package",
-        "emerging-optimizers package is required",
-        by="Megatron",
-        optimizer={"optimizer": "muon"},
+        "weights in 8 or 4 bits",
+        "scales and amax histories of Transformer Engine cannot be moved",
+        optimizer=BF16,
+        change={"fp8": "hybrid"},
     ),
+    Refusal(
+        "Muon whose weights are dealt out to the replicas (`use_layer_wise_distributed_optimizer`)",
+        "set use_layer_wise_distributed_optimizer=False",
+        parallel=mesh(dp=2, **PLAIN),
+        optimizer={**MUON, "use_layer_wise_distributed_optimizer": True, **BF16},
+    ),
+    Refusal(
+        "Muon with a second moment",
+        "cannot find the state of a TensorParallelAdaptiveMuon",
+        parallel=mesh(**PLAIN),
+        optimizer={"optimizer": "adaptive_muon", **BF16},
+    ),
+    Refusal("Muon with ZeRO-1", "replicas would drift apart", parallel=mesh(dp=2), optimizer=MUON),
     Refusal("SGD with ZeRO-1", "Only Adam, HybridDeviceOptimizer", by="Megatron", optimizer={"optimizer": "sgd"}),
     Refusal(
         "experts under tensor parallelism without sequence parallelism",

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing
 
 from ray_etc.megatron import compat, mesh
@@ -44,11 +45,13 @@ def load_by_script(task: Task, folder: Path) -> tuple[int, int]:
 @contextmanager
 def _arguments(task: Task, **more: Any) -> Iterator[Namespace]:
     parallel, config = mesh.current(), task.chunks[0].config
+    model: Any = unwrap_model(task.chunks[0])
     given = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "add_position_embedding": True,
+        "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
         "tensor_model_parallel_size": parallel.tensor_parallel,
         "pipeline_model_parallel_size": parallel.pipeline_parallel,
         "context_parallel_size": parallel.context_parallel,

@@ -14,7 +14,7 @@ from fused_adam import join
 from host import spoil
 from logical import RankShards, read, whole
 from logical import differing as differing_logical
-from matrix import BF16, MOMENTS, PLAIN, WHOLE_MAINS, Row, mesh
+from matrix import BF16, FOUR_LAYERS, MOMENTS, MUON, PLAIN, SGD, WHOLE_MAINS, Row, mesh
 from megatron.core import dist_checkpointing
 from models import trainee
 from oracle import parts_by_megatron, same_bits, whole_by_megatron
@@ -31,11 +31,16 @@ ROWS = [
     Row("llama", mesh(tp=2, pp=2), mesh(dp=3), BF16),
     Row("experts", mesh(dp=2, ep=2), mesh(tp=2, ep=2, etp=1), BF16),
     Row("experts", mesh(dp=2, **PLAIN), mesh(dp=2, ep=2), BF16),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(pp=2, ep=2, dp=2, **PLAIN), {**MUON, **BF16}),
+    Row("llama", mesh(dp=2, **PLAIN), mesh(tp=2, **PLAIN), {**SGD, **BF16}),
+    Row("llama", mesh(pp=2, vpp=2), mesh(dp=2), BF16, FOUR_LAYERS),
+    Row("hybrid", mesh(pp=2), mesh(cp=2), BF16),
+    Row("experts", mesh(dp=2, ep=2, **PLAIN), mesh(tp=2, **PLAIN), {**MUON, "muon_scalar_optimizer": "lion", **BF16}),
 ]
 
 
 def train_and_save(row: Row, folder: Path) -> dict[str, Any]:
-    task = trainee(row.model, row.optimizer, row.batch_size)(row.old)
+    task = trainee(row.model, row.optimizer, row.batch_size, **row.change)(row.old)
     for _ in range(2):
         task.train_step()
     task.state.save_checkpoint(folder / "ours", 2)
@@ -45,7 +50,7 @@ def train_and_save(row: Row, folder: Path) -> dict[str, Any]:
 
 def load_each(row: Row, folder: Path) -> list[dict[str, Any]]:
     """Ours by the script, ours by us, and the script's by us, one after another into the same model."""
-    task = trainee(row.model, row.optimizer, row.batch_size)(row.new)
+    task = trainee(row.model, row.optimizer, row.batch_size, **row.change)(row.new)
 
     def script() -> int:
         iteration, task.consumed_samples = load_by_script(task, folder / "ours")
@@ -65,8 +70,11 @@ def load_each(row: Row, folder: Path) -> list[dict[str, Any]]:
 
 
 def is_for_script(row: Row) -> bool:
-    """Megatron reads main weights as it wrote them: with ZeRO-1 or without, and by as many chained optimizers."""
-    return (row.old.distributed_optimizer, row.old.has_expert_mesh) == (
+    """Megatron reads main weights as it wrote them: with ZeRO-1 or without, and by as many chained optimizers.
+
+    The state of SGD it cannot read at all.
+    """
+    return row.optimizer.get("optimizer") != "sgd" and (row.old.distributed_optimizer, row.old.has_expert_mesh) == (
         row.new.distributed_optimizer,
         row.new.has_expert_mesh,
     )

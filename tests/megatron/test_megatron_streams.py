@@ -56,6 +56,7 @@ def then(config: ParallelConfig, streams: dict[Coordinate, Any], step: int = 2) 
 
 
 SPLIT = ("model-parallel-rng", "expert-parallel-rng")
+TRACKED = {"model-parallel-rng", "data-parallel-rng", "expert-parallel-rng"}
 SHARED = ("python", "numpy", "torch", "data-parallel-rng")
 
 
@@ -96,6 +97,36 @@ def test_a_lost_replica_is_replaced_by_the_lowest_left() -> None:
     del streams[Coordinate(0, 0, 0)]
     after = then(ONE, streams)
     assert after[Coordinate(0, 0, 0)] == before[Coordinate(0, 1, 0)]
+
+
+def test_generators_that_cuda_graphs_refer_to_stay_and_go_on() -> None:
+    """A tracker made for CUDA graphs keeps generators in place of states, and cannot use a state."""
+
+    def go_on() -> dict[str, tuple[bool, list[float], list[float]]]:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        def generators() -> dict[str, torch.Generator]:
+            made = {name: torch.Generator().manual_seed(n) for n, name in enumerate(sorted(TRACKED))}
+            get_cuda_rng_tracker().set_states(made)
+            return dict(made)
+
+        task = build(ONE)
+        streams = task.state.streams["random"]
+        old = generators()
+        before = {name: torch.rand(1, generator=old[name]) for name in old}
+        saved = streams.state_dict()
+        wanted = {name: torch.rand(2, generator=old[name]).tolist() for name in old}
+        new = generators()
+        streams.load_streams({ONE.coordinate(0): saved}, ONE.coordinate(0), 2)
+        kept = get_cuda_rng_tracker().get_states()
+        assert before.keys() == kept.keys()
+        return {
+            name: (kept[name] is new[name], torch.rand(2, generator=new[name]).tolist(), wanted[name]) for name in new
+        }
+
+    [answers] = run_ranks(go_on, 1)
+    assert answers.keys() == TRACKED
+    assert all(is_same and drawn == wanted for is_same, drawn, wanted in answers.values())
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp2", "tp2sp"])
