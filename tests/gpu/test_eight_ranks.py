@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from matrix import ROWS, Row, widened
+from matrix import Row
+from page import RANKS_ON_GPUS, rows_on_gpus
 from seats import Seats
 from transition import check
 
@@ -20,16 +21,16 @@ from ray_etc.actors.transports import NcclTransport
 WHY_NOT = NcclTransport.why_unavailable()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
-RANKS, GPUS = 8, min(2, torch.cuda.device_count())
+GPUS = min(2, torch.cuda.device_count())
 
 
 @pytest.fixture(scope="module")
 def seats() -> Iterator[Seats]:
-    with Seats(RANKS, GPUS) as seats:
+    with Seats(RANKS_ON_GPUS, GPUS) as seats:
         yield seats
 
 
-@pytest.mark.parametrize("row", [widened(row, RANKS) for row in ROWS if row.gpus], ids=str)
+@pytest.mark.parametrize("row", rows_on_gpus(), ids=str)
 def test_state_is_the_same_bits_over_nccl(row: Row, seats: Seats) -> None:
     start = time.monotonic()
     try:
