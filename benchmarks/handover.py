@@ -57,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="ETC_GLOO and a tiny model")
     parser.add_argument("--slots", type=int, help="2, 4 or 8; as many as there are GPUs by default, 2 with --cpu")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--layers", type=int, help="at most so many in every model; an even number")
     parser.add_argument("--staging-mib", type=int, default=512, help="bytes that a rank sends in one round, in MiB")
     parser.add_argument("--direct-mib", type=int, default=512, help="slices of this size go without packing, in MiB")
@@ -90,7 +90,7 @@ def main() -> int:
     done: list[dict[str, Any]] = []
 
     def measure(case: Case, run: Callable[[], dict[str, Any]]) -> None:
-        if arguments.only not in case.name:
+        if not any(part in case.name for part in arguments.only):
             return
         try:
             done.append(run())
