@@ -14,8 +14,9 @@ import numpy as np
 from ray_etc.actors.generation import Generation, Wait
 from ray_etc.actors.memory import SHADOW_NBYTES
 from ray_etc.actors.messages import Usage
+from ray_etc.planners.layout import Allocations
 from ray_etc.planners.memory import choose_mode, memory_of
-from ray_etc.planners.phases import Allocations, PhasedPlan, cut_in_phases
+from ray_etc.planners.phases import PhasedPlan, cut_in_phases
 from ray_etc.planners.plan import MigrationPlan
 
 

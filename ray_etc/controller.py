@@ -29,10 +29,9 @@ from ray_etc.actors.standby import IDLE_PATIENCE_S, Standbys
 from ray_etc.choice import Chooser, largest
 from ray_etc.planners.errors import DoesNotFit
 from ray_etc.planners.expected import expected_layouts
-from ray_etc.planners.layout import RankLayout, TensorSpec
+from ray_etc.planners.layout import Allocations, RankLayout, TensorSpec
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.phases import Allocations
 from ray_etc.planners.placement import known_tensors, place
 from ray_etc.planners.policy import Noop, Recover, Resize, Situation, decide
 from ray_etc.reports import ReportBook
