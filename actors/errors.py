@@ -47,5 +47,9 @@ class ResizeFailed(RuntimeError):  # noqa: N818 - says what happened, as Ray's o
     """A resize was given up; training goes on in the old configuration."""
 
 
+class HoldsMore(ResizeFailed):
+    """The new ranks hold more than was expected when they were started: too much beside the whole old state."""
+
+
 class StateLost(RuntimeError):  # noqa: N818
     """What is left is not the whole training state: ranks died, or a tight handover failed half-way."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray_etc.actors import quiesce
 from ray_etc.actors.certificate import compare
-from ray_etc.actors.errors import ResizeFailed, StateLost
+from ray_etc.actors.errors import HoldsMore, ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob, Wait
 from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.messages import Boundary, why_ended
@@ -138,7 +138,8 @@ class Handover:
         """The plan in phases where the old state must go before the new one is there.
 
         Raises:
-            DoesNotFit: the new ranks hold other than was expected when they started.
+            HoldsMore: this was not expected, so the new ranks were built with their memory.
+            DoesNotFit: the new ranks hold so much more than was expected that there is no room in either mode.
         """
         if self._headroom is None:
             return None
@@ -149,9 +150,9 @@ class Handover:
         if choice.phased is not None:
             self._record.nbytes_wire, self._record.nbytes_local = choice.phased.nbytes_wire, choice.phased.nbytes_local
         if choice.phased is not None and not was_expected_tight:
-            raise ResizeFailed(
-                f"the new ranks hold more than was expected, {size(choice.nbytes_peak)} at most: too much beside the "
-                "whole old state, so the resize has to begin again"
+            raise HoldsMore(
+                "the new ranks hold more than was expected, too much beside the whole old state; phase by phase a slot "
+                f"holds {size(choice.nbytes_peak)} at most"
             )
         if choice.phased is None and was_expected_tight:
             filled = self._wait([r.fill.remote() for r in self._new.ranks], self._timeout_s, "memory for the state")

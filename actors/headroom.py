@@ -6,16 +6,22 @@ starts anything, and again when its plan is there, `Headroom.choose` compares wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ray_etc.actors.generation import Generation, Wait
+from ray_etc.actors.generation import Generation, TrainJob, Wait
 from ray_etc.actors.memory import SHADOW_NBYTES
 from ray_etc.actors.messages import Usage
-from ray_etc.planners.layout import Allocations
+from ray_etc.actors.record import ResizeRecord
+from ray_etc.actors.slots import Slot
+from ray_etc.planners.errors import DoesNotFit
+from ray_etc.planners.expected import expected_layouts
+from ray_etc.planners.layout import Allocations, TensorSpec
+from ray_etc.planners.links import Links
 from ray_etc.planners.memory import choose_mode, memory_of
+from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.phases import PhasedPlan, cut_in_phases
 from ray_etc.planners.plan import MigrationPlan
 
@@ -34,21 +40,59 @@ class Choice:
         return "safe" if self.phased is None else "tight"
 
 
+def find_headroom(
+    old: Generation,
+    slots: Sequence[Slot],
+    tensors: Sequence[TensorSpec],
+    job: TrainJob,
+    wait: Wait,
+    record: ResizeRecord,
+) -> Headroom:
+    """Choose the record's memory mode by what new ranks in `slots` are expected to hold, before any of them is started.
+
+    Raises:
+        DoesNotFit: a slot has too little memory in either mode, also once torch has given back what it keeps for later.
+    """
+    target = dict(zip((s.slot_id for s in slots), expected_layouts(tensors, record.parallel_to), strict=True))
+    nodes = {slot.slot_id: slot.node_name for slot in [*old.slots, *slots]}
+    leaving = [slot_id for slot_id in old.slot_ids if slot_id not in target]
+    for trims in (False, True):
+        headroom = Headroom.of(old, job, wait, trims)
+        if not headroom.is_limited:
+            break
+        plan = make_plan(old.layouts(), target, nodes, endangered=leaving, links=job.links)
+        allocations = {slot_id: Allocations.expected(layout) for slot_id, layout in target.items()}
+        try:
+            choice = headroom.choose(plan, allocations)
+        except DoesNotFit:
+            if trims:
+                raise
+            continue
+        record.memory_mode, record.nbytes_peak_predicted = choice.mode, choice.nbytes_peak
+        if choice.mode == "safe":
+            break
+    return headroom
+
+
 class Headroom:
     """What a running generation leaves of each of its slots.
 
     Args:
         limit_nbytes: what all processes of a slot may have together; None for all of a GPU, or no limit on CPUs.
+        links: the speeds that phases are planned by.
     """
 
-    def __init__(self, old: Generation, limit_nbytes: int | None, usages: Mapping[int, Usage]) -> None:
-        self._old, self._limit_nbytes, self._usages = old, limit_nbytes, usages
+    def __init__(
+        self, old: Generation, limit_nbytes: int | None, usages: Mapping[int, Usage], links: Links | None = None
+    ) -> None:
+        self._old, self._limit_nbytes, self._usages, self._links = old, limit_nbytes, usages, links
 
     @classmethod
-    def of(cls, old: Generation, limit_nbytes: int | None, wait: Wait, timeout_s: float, trims: bool) -> Headroom:
-        asking = [rank.usage.remote(trims, timeout_s) for rank in old.ranks]
-        usages = wait(asking, timeout_s, "the ranks' memory")
-        return cls(old, limit_nbytes, {slot.slot_id: each for slot, each in zip(old.slots, usages, strict=True)})
+    def of(cls, old: Generation, job: TrainJob, wait: Wait, trims: bool) -> Headroom:
+        asking = [rank.usage.remote(trims, job.timeout_s) for rank in old.ranks]
+        usages = wait(asking, job.timeout_s, "the ranks' memory")
+        by_slot = {slot.slot_id: each for slot, each in zip(old.slots, usages, strict=True)}
+        return cls(old, job.slot_nbytes, by_slot, job.links)
 
     @property
     def is_limited(self) -> bool:
@@ -72,7 +116,7 @@ class Headroom:
             steps = given_back - memory.before
             early = bool((memory.safe + np.maximum(steps, 0) > safe_room).any())
             return Choice(None, early, int(memory.safe.max(initial=0)))
-        phased = cut_in_phases(plan, old, new, self._old.derived)
+        phased = cut_in_phases(plan, old, new, self._old.derived, self._links)
         # Once everything is there, the new ranks make their scratch memory.
         choose_mode(plan, memory.safe, np.maximum(phased.peak, memory.after + scratch), safe_room, tight_room)
         return Choice(phased, True, int(phased.peak.max(initial=0)))

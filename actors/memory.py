@@ -32,6 +32,18 @@ def limit_training(share: float, limit_nbytes: int | None) -> None:
     torch.cuda.set_per_process_memory_fraction(training_nbytes(total, share, limit_nbytes) / total, 0)
 
 
+def part_of_gpu(free: int, total: int, reserved: int, share: float) -> tuple[int, int]:
+    """Free and total bytes of a slot, from those of its GPU.
+
+    Nobody can tell whose the rest of a shared GPU is: there a slot has left what its part is more than what its process
+    has `reserved` and takes besides.
+    """
+    if share >= 1.0:
+        return free, total
+    part = int(share * total)
+    return min(free, part - reserved - SHADOW_NBYTES), part
+
+
 class StateMemory:
     """The allocations of one rank, numbered in the order in which its views first lie in them.
 
@@ -73,11 +85,13 @@ class StateMemory:
             return torch.cuda.memory_allocated(self.device)
         return self.nbytes_held
 
-    def usage(self) -> Usage:
+    def usage(self, share: float = 1.0) -> Usage:
+        """`share` is the slot's, of a GPU."""
         if self.device.type != "cuda":
             return Usage(None, None, self.nbytes_held + self.nbytes_scratch, self.nbytes_scratch)
-        free, total = torch.cuda.mem_get_info(self.device)
-        return Usage(total, free, torch.cuda.memory_reserved(self.device), self.nbytes_scratch)
+        reserved = torch.cuda.memory_reserved(self.device)
+        free, total = part_of_gpu(*torch.cuda.mem_get_info(self.device), reserved, share)
+        return Usage(total, free, reserved, self.nbytes_scratch)
 
     def share(self) -> sharing.SharedMemory:
         """What another process on this machine needs to map the views; see `sharing.share`."""

@@ -58,6 +58,7 @@ class Rank:
         self._memory: StateMemory | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
+        self._share = 1.0
         self._working = threading.Lock()
         self._ended: set[str] = set()
 
@@ -113,6 +114,7 @@ class Rank:
         `limit` is its share of a GPU, and what all processes of a slot may have of its memory. Where the state is
         emptied once it is built, it is built in managed memory.
         """
+        self._share = limit[0] or 1.0
         try:
             self._join_world(store, timeout_s)
             if torch.cuda.is_available() and is_emptied:
@@ -273,7 +275,7 @@ class Rank:
         """How much memory there is, after giving back what no step needs where `trims`."""
         if trims and torch.cuda.is_available():
             self._session.trim(timeout_s)
-        return self._held_memory().usage()
+        return self._held_memory().usage(self._share)
 
     @ray.method(concurrency_group="control")
     def fill(self) -> sharing.SharedMemory:

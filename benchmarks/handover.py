@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,14 +38,14 @@ def against_baselines(
     slots: int,
     rates: dict[str, float],
     use_cpu: bool,
-    scratch: Path,
+    places: Mapping[str, Path],
     staging_nbytes: int,
     direct_nbytes: int,
 ) -> dict[str, Any]:
     """Checkpoints of a state, and the handover of the same state."""
     case = Case("baseline_state", model, mesh(dp=slots), mesh(tp=slots))
     moved = run_case(case, rates, use_cpu, staging_nbytes, direct_nbytes)
-    result = measure_baselines(model.tensors(), scratch, 0 if use_cpu else torch.cuda.device_count(), slots)
+    result = measure_baselines(model.tensors(), places, 0 if use_cpu else torch.cuda.device_count(), slots)
     result["checkpoint_s"] = {name: each["checkpoint_s"] for name, each in result.items() if isinstance(each, dict)}
     result["handover"] = moved
     result["fastest_checkpoint_over_handover"] = min(result["checkpoint_s"].values()) / moved["handover_s"]
@@ -61,7 +61,8 @@ def main() -> int:
     parser.add_argument("--staging-mib", type=int, default=512, help="bytes that a rank sends in one round, in MiB")
     parser.add_argument("--direct-mib", type=int, default=512, help="slices of this size go without packing, in MiB")
     parser.add_argument("--baseline-layers", type=int, default=4, help="of a state that is checkpointed too; 0: none")
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="where checkpoints are written")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where checkpoints are kept in memory")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="where checkpoints are kept on disk")
     parser.add_argument("--slow-layers", type=int, default=16, help="of the state that eight ranks exchange; 0: none")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
@@ -108,7 +109,8 @@ def main() -> int:
         keep("eight_ranks_over_sockets", slow_network(shallow, arguments.cpu, sizes[0]))
     if arguments.baseline_layers:
         shallow = TINY if arguments.cpu else replace(model, num_layers=arguments.baseline_layers)
-        keep("baselines", against_baselines(shallow, slots, rates, arguments.cpu, arguments.scratch, *sizes))
+        places = {"memory": arguments.memory, "disk": arguments.disk}
+        keep("baselines", against_baselines(shallow, slots, rates, arguments.cpu, places, *sizes))
     keep("rates_after", measure_rates(arguments.cpu, slots))
     checked = [*done, result.get("eight_ranks_over_sockets", {})]
     keep("ok", all(each.get("is_right", True) for each in checked))

@@ -282,13 +282,15 @@ def predicted_peaks(plan: MigrationPlan) -> list[int]:
     return peaks
 
 
-def start_rank(slot: int, use_cpu: bool, slots: int = 2, more: Mapping[str, str] | None = None) -> Process:
+def start_rank(
+    slot: int, use_cpu: bool, slots: int = 2, more: Mapping[str, str] | None = None, kind: type[Rank] = Rank
+) -> Process:
     """On the GPU of its slot; where slots share a GPU, as if on a host of its own. `more` is for its environment."""
     gpus = torch.cuda.device_count()
     environment = {"NCCL_SOCKET_IFNAME": "lo", **(more or {})}
     if gpus < slots:
         environment["NCCL_HOSTID"] = f"slot{slot}"
-    return Process(Rank, None if use_cpu else slot % gpus, environment=environment)
+    return Process(kind, None if use_cpu else slot % gpus, environment=environment)
 
 
 def measure_rates(use_cpu: bool, slots: int = 2) -> dict[str, float]:

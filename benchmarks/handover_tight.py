@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.handover_driver import Case, plan_of
+from benchmarks.handover_driver import Case, plan_of, start_rank
 from benchmarks.handover_ranks import CHUNK_NUMEL, MOVE_S, Rank, typed, with_truth
 from benchmarks.processes import Process, call_all, each_its_own, end_all
 from benchmarks.timing import synchronize
@@ -37,8 +37,6 @@ from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.phases import PhasedPlan, cut_in_phases
 from ray_etc.planners.zoo import ModelShape
 
-NBYTES = 2 + 12 // 2
-"""Of a parameter under ZeRO-1 on two ranks: bf16 weights, and half of main weights and moments in fp32."""
 FULL = 0.90
 """Of what training may take of its GPU, in the headroom case."""
 
@@ -143,14 +141,23 @@ def tight_cases(model: ModelShape) -> list[Case]:
 
 
 def headroom_case(model: ModelShape, use_cpu: bool) -> Case:
-    """TP1 DP2 to TP2 with ZeRO-1, of as many layers as training has room for."""
-    source, target = ParallelConfig(1, 1, 2), ParallelConfig(2, 1, 1)
+    """Of as many layers as training has room for: TP1 DP2 to TP2 with ZeRO-1; on one GPU from the plain optimizer to
+    ZeRO-1, since two slots that share it do not have it to themselves."""
+    if use_cpu or torch.cuda.device_count() > 1:
+        name, ranks, source, target = "tp1_dp2_to_tp2.distributed", 2, ParallelConfig(1, 1, 2), ParallelConfig(2, 1, 1)
+    else:
+        name, ranks, source, target = (
+            "plain_to_distributed",
+            1,
+            ParallelConfig(distributed_optimizer=False),
+            ParallelConfig(),
+        )
     if not use_cpu:
-        layers = 1
-        while replace(model, num_layers=layers + 1).num_parameters * NBYTES <= FULL * _training_nbytes():
+        layers, nbytes = 1, 2 + 12 // ranks  # of a parameter: bf16 weights, and a part of main weights and moments
+        while replace(model, num_layers=layers + 1).num_parameters * nbytes <= FULL * _training_nbytes():
             layers += 1
         model = replace(model, num_layers=layers)
-    return Case("headroom.tp1_dp2_to_tp2.distributed", model, source, target)
+    return Case(f"headroom.{name}", model, source, target)
 
 
 def run_tight(case: Case, use_cpu: bool, staging_nbytes: int, fills: bool = False) -> dict[str, Any]:
@@ -159,11 +166,8 @@ def run_tight(case: Case, use_cpu: bool, staging_nbytes: int, fills: bool = Fals
     plan = plan_of(case, staging_nbytes)
     plan.check()
     slots = range(len(plan.slots))
-    if not use_cpu and torch.cuda.device_count() < len(plan.slots):
-        return {"case": case.name, "refused": f"needs {len(plan.slots)} GPUs", "is_right": True}
-    gpus: list[int | None] = [None if use_cpu else slot for slot in slots]
     new, old = (
-        [Process(TightRank, gpus[slot]) if side[slot] else None for slot in slots]
+        [start_rank(slot, use_cpu, len(slots), kind=TightRank) if side[slot] else None for slot in slots]
         for side in (plan.target, plan.source)
     )
     try:

@@ -15,6 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from ray_etc.planners.layout import Allocations, Key, RankLayout, Shard, casts_of
+from ray_etc.planners.links import Links
 from ray_etc.planners.memory import SLACK, TIGHT_ORDER, memory_of
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.plan import MigrationPlan
@@ -69,11 +70,13 @@ def cut_in_phases(
     old: Mapping[int, Allocations],
     new: Mapping[int, Allocations],
     derived: Mapping[Key, Key] | None = None,
+    links: Links | None = None,
 ) -> PhasedPlan:
     """Cut `plan` so that no rank holds more than `1 + SLACK` times the larger of its old and new state, and staging.
 
-    `old` and `new` are by slot. `derived` says of which tensor another is exactly the rounded value. Where a single
-    allocation is too large for that bound, the peak is the least that moving it as a whole allows.
+    `old` and `new` are by slot. `derived` says of which tensor another is exactly the rounded value; `links` are the
+    speeds by which sources are chosen. Where one allocation is too large for that bound, the peak is the least that
+    moving it as a whole allows.
 
     Raises StateMissing as `make_plan` does.
     """
@@ -101,10 +104,10 @@ def cut_in_phases(
     moved, cast = min(ways, key=excess)  # the first of those that are equal
     held = before - sum((step.freed for step in cast), start=np.zeros_like(before))
     groups = _grouped(moved, held, np.maximum(aim, _peaks(moved, held)))
-    phases = [_phase(plan, group, *_parts(plan, group)) for group in groups]
+    phases = [_phase(plan, group, *_parts(plan, group), links) for group in groups]
     if cast:
         groups.append(cast)
-        phases.append(_cast_phase(plan, cast, derived or {}))
+        phases.append(_cast_phase(plan, cast, derived or {}, links))
     peak, staging = before, np.zeros_like(before)
     for phase, group in zip(phases, groups, strict=True):
         buffers = memory_of(phase.plan).staging
@@ -239,6 +242,7 @@ def _phase(
     steps: Sequence[_Step],
     source: Mapping[int, RankLayout],
     target: Mapping[int, RankLayout],
+    links: Links | None,
     is_cast: bool = False,
 ) -> Phase:
     part = make_plan(
@@ -247,6 +251,7 @@ def _phase(
         dict(zip(plan.slots, plan.nodes, strict=True)),
         staging_nbytes=plan.staging_nbytes,
         endangered=[plan.slots[rank] for rank in plan.endangered],
+        links=links,
     )
     nothing: tuple[tuple[int, ...], ...] = ((),) * len(plan.slots)
     return Phase(
@@ -258,14 +263,14 @@ def _phase(
     )
 
 
-def _cast_phase(plan: MigrationPlan, steps: Sequence[_Step], derived: Mapping[Key, Key]) -> Phase:
+def _cast_phase(plan: MigrationPlan, steps: Sequence[_Step], derived: Mapping[Key, Key], links: Links | None) -> Phase:
     """Each new rank casts its own main weights; what it needs besides comes from the others that have cast it."""
     _, target = _parts(plan, steps)
     cast = {
         slot: tuple(Shard(tensor, box) for tensor, box, _, _ in casts_of(target[slot], plan.target[rank], derived))
         for rank, slot in enumerate(plan.slots)
     }
-    return _phase(plan, steps, cast, target, is_cast=True)
+    return _phase(plan, steps, cast, target, links, is_cast=True)
 
 
 def _tensors(steps: Sequence[_Step]) -> frozenset[Key]:

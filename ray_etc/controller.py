@@ -17,20 +17,17 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train import ScalingConfig
 
-from ray_etc.actors.errors import ResizeFailed, StateLost
+from ray_etc.actors.errors import HoldsMore, ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob
 from ray_etc.actors.handover import Handover, start_generation
-from ray_etc.actors.headroom import Headroom
+from ray_etc.actors.headroom import Headroom, find_headroom
 from ray_etc.actors.messages import Failed, Finished
 from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import Slot, SlotPool
 from ray_etc.actors.standby import IDLE_PATIENCE_S, Standbys
 from ray_etc.choice import Chooser, largest
-from ray_etc.planners.errors import DoesNotFit
-from ray_etc.planners.expected import expected_layouts
-from ray_etc.planners.layout import Allocations, RankLayout, TensorSpec
-from ray_etc.planners.migrate import make_plan
+from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.placement import known_tensors, place
 from ray_etc.planners.policy import Noop, Recover, Resize, Situation, decide
@@ -197,12 +194,31 @@ class Controller:
         held = {old.slots[rank].slot_id: old.entered[rank].layout for rank in old.survivors()}
         chosen = place(self._tensors, held, record.parallel_to, nodes).slot_of_rank
         slots = [self.slots[slot_id] for slot_id in chosen]
-        headroom = None if old.dead else self._find_headroom(old, slots, record)
+        headroom = None
+        if not old.dead:
+            headroom = find_headroom(old, slots, self._tensors, self.job, self.watch.wait, record)
+        try:
+            return self._attempt(old, slots, slot_ids, record, headroom)
+        except HoldsMore as error:
+            logger.warning(
+                "generation %d begins again, releasing the old state phase by phase: %s", record.generation, error
+            )
+            record.memory_mode = "tight"
+            return self._attempt(old, slots, slot_ids, record, headroom)
+
+    def _attempt(
+        self,
+        old: Generation,
+        slots: Sequence[Slot],
+        usable: Sequence[int],
+        record: ResizeRecord,
+        headroom: Headroom | None,
+    ) -> Generation:
         standbys = self.watch.standbys.take(slots)
         about_step = self.book.latest_step + 1 if record.memory_mode == "safe" else None
         new = Generation.create(record.generation, record.parallel_to, slots, self.job, standbys, about_step)
         self.watch.preparing = new
-        handover = Handover(old, new, slot_ids, self.job, self.watch.wait, record, headroom)
+        handover = Handover(old, new, usable, self.job, self.watch.wait, record, headroom)
         self.watch.must_finish = lambda: handover.is_past_return
         try:
             with record.phase("prepare"):
@@ -215,32 +231,6 @@ class Controller:
         finally:
             self.watch.must_finish = lambda: False
         return new
-
-    def _find_headroom(self, old: Generation, slots: Sequence[Slot], record: ResizeRecord) -> Headroom:
-        """Choose the memory mode by what the new ranks are expected to hold, before any of them is started.
-
-        Raises:
-            DoesNotFit: a slot has too little memory in either mode.
-        """
-        target = dict(zip((s.slot_id for s in slots), expected_layouts(self._tensors, record.parallel_to), strict=True))
-        nodes = {slot.slot_id: slot.node_name for slot in [*old.slots, *slots]}
-        leaving = [slot_id for slot_id in old.slot_ids if slot_id not in target]
-        for trims in (False, True):
-            headroom = Headroom.of(old, self.job.slot_nbytes, self.watch.wait, self.job.timeout_s, trims)
-            if not headroom.is_limited:
-                break
-            plan = make_plan(old.layouts(), target, nodes, endangered=leaving, links=self.job.links)
-            allocations = {slot_id: Allocations.expected(layout) for slot_id, layout in target.items()}
-            try:
-                choice = headroom.choose(plan, allocations)
-            except DoesNotFit:
-                if trims:
-                    raise
-                continue
-            record.memory_mode, record.nbytes_peak_predicted = choice.mode, choice.nbytes_peak
-            if choice.mode == "safe":
-                break
-        return headroom
 
     def _commit(self, old: Generation, new: Generation, record: ResizeRecord) -> None:
         self._measured()

@@ -217,7 +217,7 @@ def in_words(planned: Planned) -> str:
         ("a rank's view", f"at most {size(planned.largest_view_nbytes)} of the plan, pickled"),
         ("planned", f"in {planned.planning_s:.2f} s, every move proved in {planned.proof_s:.2f} s"),
     ]
-    end = "From expected layouts: a run plans from those that its ranks report."
+    end = "From expected layouts of the state alone: a run plans from what its ranks report, activations included."
     return "\n\n".join(["\n".join(head), rows_of(rows), link_table(facts), end])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ray_etc.actors.generation import Generation
 from ray_etc.actors.headroom import Choice, Headroom
-from ray_etc.actors.memory import SHADOW_NBYTES, training_nbytes
+from ray_etc.actors.memory import SHADOW_NBYTES, part_of_gpu, training_nbytes
 from ray_etc.actors.messages import Entered, Usage
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.errors import DoesNotFit
@@ -94,3 +94,14 @@ def test_training_leaves_room_for_the_shadow() -> None:
     assert training_nbytes(140 * GIB, 1.0, 80 * GIB) == 74 * GIB
     assert training_nbytes(8 * GIB, 1.0, None) == 7 * GIB
     assert SHADOW_NBYTES == 3 * GIB
+
+
+def test_slots_that_share_a_gpu_do_not_count_its_free_memory_twice() -> None:
+    """Half of 140 GiB each: 33 reserved by one training, 30 by the other, 3 for each process."""
+    free, total = part_of_gpu(71 * GIB, 140 * GIB, 33 * GIB, 0.5)
+    assert (free, total) == (34 * GIB, 70 * GIB)
+    of_half = {"total": total, "free": free, "reserved": 33 * GIB, "scratch": 0}
+    of_all = {"total": 140 * GIB, "free": 71 * GIB, "reserved": 33 * GIB, "scratch": 0}
+    assert (choose(**of_half).mode, choose(**of_all).mode) == ("tight", "safe")
+    assert part_of_gpu(71 * GIB, 140 * GIB, 33 * GIB, 1.0) == (71 * GIB, 140 * GIB)
+    assert part_of_gpu(2 * GIB, 140 * GIB, 33 * GIB, 0.5)[0] == 2 * GIB  # the other slot's has grown past its part

@@ -11,6 +11,7 @@ from small_models import carry_out, config, layouts_on, name_of, nodes_of, small
 
 from ray_etc.planners.errors import DoesNotFit
 from ray_etc.planners.layout import Allocations, Key, RankLayout, casts_of
+from ray_etc.planners.links import Links
 from ray_etc.planners.memory import SLACK, choose_mode, memory_of
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
@@ -148,3 +149,20 @@ def test_mode_by_room_and_refusal_with_the_numbers() -> None:
     with pytest.raises(DoesNotFit, match=r"slot 1 on node0 .* 120 B of 89 B .* 90 B of 89 B, 1 B too much") as caught:
         choose_mode(plan, safe, tight, rooms[2], rooms[2])
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("same_node_bytes_per_s", [3e11, 1e6], ids=["NVLink", "slow within a node"])
+def test_dp2_to_dp4_in_phases_takes_the_sources_of_the_whole_plan(same_node_bytes_per_s: float) -> None:
+    """Slots 0 and 2 are on one node, 1 and 3 on the other; either old rank could serve either new one."""
+    nodes = {slot: "ab"[slot % 2] for slot in range(4)}
+    links = Links(same_node_bytes_per_s=same_node_bytes_per_s)
+    old, new = (layouts_on(range(dp), config(dp=dp), MODEL) for dp in (2, 4))
+    plan = make_plan(old, new, nodes, staging_nbytes=2048, links=links)
+    phased = cut_in_phases(plan, allocations_of(list(plan.source)), allocations_of(list(plan.target)), links=links)
+    crossing = {
+        (move.src_rank % 2, move.dst_rank % 2)
+        for part in (plan, *(phase.plan for phase in phased.phases))
+        for moves in part.rounds
+        for move in moves
+    }
+    assert crossing == ({(0, 0), (1, 1)} if same_node_bytes_per_s == 3e11 else {(0, 1), (1, 0)})

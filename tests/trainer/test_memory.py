@@ -36,6 +36,23 @@ def test_zero1_to_plain_dp2_phase_by_phase_and_back_where_there_is_room(nodes: A
     assert back.nbytes_peak_predicted == 480 + 360
 
 
+def test_plain_to_zero1_that_holds_more_than_expected_begins_again_phase_by_phase(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """480 bytes beside the 360 of ZeRO-1 would fit, but the new ranks turn out to hold all of the momentum."""
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), parallel=PLAIN, slot_nbytes=900, momentum_is_whole=True)
+    wait_for_step(run)
+    record = run.resize(parallel=ZERO)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert record.certified
+    assert record.memory_mode == "tight"
+    assert record.nbytes_peak == record.nbytes_peak_predicted == 480 + 240
+    assert "generation 1 begins again, releasing the old state phase by phase" in caplog.text
+
+
 @pytest.mark.slow
 def test_phase_that_fails_before_anything_was_released(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)

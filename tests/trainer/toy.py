@@ -117,8 +117,8 @@ def _read(file: Path) -> Faults:
 def train(config: dict[str, Any]) -> str:
     """Train until the file `finish` appears, on a GPU where there is one.
 
-    `config` may have the `size` of the weights, `step_s`, `checkpoint_at` a step, and `faults` for `Script`. Its events
-    are also "build" and "step:i".
+    `config` may have the `size` of the weights, `step_s`, `checkpoint_at` a step, `momentum_is_whole` for ranks that do
+    not split it, whatever their configuration, and `faults` for `Script`. Its events are also "build" and "step:i".
     """
     context = ray_etc.get_context()
     parallel, at = context.parallel, context.coordinate
@@ -127,7 +127,7 @@ def train(config: dict[str, Any]) -> str:
     check_parallel(parallel)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = config.get("size", SIZE)
-    box = split(parallel, at.data, size)
+    box = Box.whole((size,)) if config.get("momentum_is_whole") else split(parallel, at.data, size)
     weight = torch.nn.Parameter(torch.zeros(size, device=device))
     momentum = torch.zeros(box.lengths, device=device)
     slope = ramp(size, device)
@@ -152,7 +152,7 @@ def train(config: dict[str, Any]) -> str:
         dist.all_reduce(gradient)
         weight.grad = gradient[0].item() * slope
         optimizer.step()
-        if parallel.distributed_optimizer:
+        if box.lengths != (size,):
             parts = [torch.zeros(box.lengths, device=device) for _ in range(parallel.data_parallel)]
             dist.all_gather(parts, weight.data[optimizer.mine].clone())
             weight.data.copy_(torch.cat(parts))
