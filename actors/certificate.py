@@ -14,10 +14,11 @@ import torch
 from ray_etc.actors.errors import CertificateError
 from ray_etc.actors.passes import Job, Pass
 from ray_etc.actors.sums import as_integers, with_sizes
-from ray_etc.planners.plan import MigrationPlan, Move
 
 if TYPE_CHECKING:
     from ray_etc.actors.mover import MoveReport
+    from ray_etc.planners.plan import MigrationPlan
+    from ray_etc.planners.rank_plan import Move
 
 NAMED_MISMATCHES = 5
 

@@ -15,10 +15,9 @@ from ray_etc.actors.rank import Rank
 from ray_etc.actors.session import Context
 from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.slots import Slot
-from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.layout import Key, RankLayout
 from ray_etc.planners.links import Links
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.phases import Key
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.errors import DoesNotFit
 from ray_etc.planners.expected import expected_layouts
-from ray_etc.planners.layout import TensorSpec
+from ray_etc.planners.layout import Allocations, TensorSpec
 from ray_etc.planners.links import Links
 from ray_etc.planners.memory import choose_mode, memory_of
 from ray_etc.planners.migrate import make_plan
-from ray_etc.planners.phases import Allocations, PhasedPlan, cut_in_phases
+from ray_etc.planners.phases import PhasedPlan, cut_in_phases
 from ray_etc.planners.plan import MigrationPlan
 
 

@@ -8,9 +8,8 @@ import torch
 
 from ray_etc.actors import sharing
 from ray_etc.actors.messages import Usage
-from ray_etc.planners.memory import STAGING_BUFFERS
-from ray_etc.planners.migrate import STAGING_NBYTES
-from ray_etc.planners.phases import Allocations
+from ray_etc.planners.layout import Allocations
+from ray_etc.planners.memory import STAGING_BUFFERS, STAGING_NBYTES
 
 SHADOW_NBYTES = 3 * 2**30
 """What a second process takes of a GPU besides its state and staging: a context, communicators, libraries."""

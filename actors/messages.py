@@ -7,9 +7,8 @@ from typing import Any
 
 from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.small_state import SmallState
-from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.layout import Allocations, Key, RankLayout
 from ray_etc.planners.parallel import Coordinate
-from ray_etc.planners.phases import Allocations, Key
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ray_etc.actors.transports.base import Deadline, Transport
 from ray_etc.actors.transports.nccl import NcclTransport
 from ray_etc.actors.work import Work
 from ray_etc.planners.layout import RankLayout
-from ray_etc.planners.plan import Move, RankPlan
+from ray_etc.planners.rank_plan import Move, RankPlan
 
 DIRECT_NBYTES = 512 * 2**20
 """Slices of at least this size go without packing: NCCL carried smaller messages at 0.65 to 0.85 of its best rate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,11 @@ from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.passes import Job, Pass, load
 from ray_etc.actors.sums import as_integers
 from ray_etc.actors.transports.base import Transport
-from ray_etc.planners.layout import RankLayout, TensorSpec
-from ray_etc.planners.phases import Key, PhasedPlan, casts_of
-from ray_etc.planners.plan import RankPlan
+from ray_etc.planners.layout import Key, RankLayout, TensorSpec, casts_of
+from ray_etc.planners.rank_plan import RankPlan
+
+if TYPE_CHECKING:  # no rank makes a plan, or loads what that takes
+    from ray_etc.planners.phases import PhasedPlan
 
 CHECKED_NUMEL = 1 << 26
 """Elements of main weights that are rounded at once to compare them with their weights."""

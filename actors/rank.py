@@ -37,7 +37,7 @@ from ray_etc.actors.transports import close_group, get_group, open_group
 from ray_etc.actors.transports.base import Deadline
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
-from ray_etc.planners.plan import RankPlan
+from ray_etc.planners.rank_plan import RankPlan
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from ray_etc.planners.boxes import Box
-from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
+from ray_etc.planners.layout import Key, RankLayout, Shard, TensorSpec
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
-from ray_etc.planners.phases import Key
 
 
 class Stateful(Protocol):

@@ -15,7 +15,8 @@ from ray_etc.actors.errors import StateLost
 from ray_etc.actors.generation import Generation, Wait
 from ray_etc.actors.phased import PhaseReport, phase_of
 from ray_etc.actors.record import ResizeRecord
-from ray_etc.planners.phases import Key, PhasedPlan
+from ray_etc.planners.layout import Key
+from ray_etc.planners.phases import PhasedPlan
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.words import count, size
 

@@ -15,7 +15,7 @@ import torch
 
 from ray_etc.actors.passes import Job, Pass, load
 from ray_etc.actors.sums import with_sizes
-from ray_etc.planners.plan import Move, RankPlan
+from ray_etc.planners.rank_plan import Move, RankPlan
 
 ALIGNMENT = 16
 """Each packed slice starts at a multiple of this many bytes, so that its buffer can be viewed as any type."""

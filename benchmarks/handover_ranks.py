@@ -17,7 +17,7 @@ from ray_etc.actors.sums import as_integers
 from ray_etc.actors.transports import GlooTransport, NcclTransport, Transport
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard, TensorSpec
-from ray_etc.planners.plan import Move, RankPlan
+from ray_etc.planners.rank_plan import Move, RankPlan
 
 MIB = 1 << 20
 MOVE_S = 60.0

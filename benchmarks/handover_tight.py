@@ -32,9 +32,9 @@ from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.sums import as_integers
 from ray_etc.actors.tight import TightMove
 from ray_etc.planners.boxes import Box
-from ray_etc.planners.layout import RankLayout, Shard
+from ray_etc.planners.layout import Key, RankLayout, Shard
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.phases import Key, PhasedPlan, cut_in_phases
+from ray_etc.planners.phases import PhasedPlan, cut_in_phases
 from ray_etc.planners.zoo import ModelShape
 
 FULL = 0.90

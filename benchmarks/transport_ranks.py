@@ -17,7 +17,7 @@ from ray_etc.actors.mover import Mover, MoveReport
 from ray_etc.actors.transports import close_group, get_group, open_group
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard
-from ray_etc.planners.plan import RankPlan
+from ray_etc.planners.rank_plan import RankPlan
 
 MIB = 1 << 20
 

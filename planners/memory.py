@@ -18,6 +18,9 @@ TIGHT_ORDER = ("exp_avg", "exp_avg_sq", "main_param", "main_param_remainder")
 SLACK = 0.08
 """In the tight mode a rank holds at most this share more than the larger of its old and its new state, and staging."""
 
+STAGING_NBYTES = 512 * 2**20
+"""What a rank sends, and what it receives, in one round: so large must messages be for the best rate seen of NCCL."""
+
 STAGING_BUFFERS = 3
 """Staging buffers each way: one being packed or unpacked, one on the wire, one to spare. Rounds take them in
 turn, and each is as large as the largest of its rounds."""

@@ -13,14 +13,12 @@ from ray_etc.planners.fan_out import Hops
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import Match, match
+from ray_etc.planners.memory import STAGING_NBYTES
 from ray_etc.planners.moves import cast_moves, local_moves, wire_moves
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.rounds import split_rounds
 from ray_etc.planners.sources import choose_hops
 from ray_etc.planners.table import LayoutTable
-
-STAGING_NBYTES = 512 * 2**20
-"""What a rank sends, and what it receives, in one round: so large must messages be for the best rate seen of NCCL."""
 
 
 def make_plan(

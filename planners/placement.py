@@ -13,7 +13,8 @@ from ray_etc.planners.expected import expected_table
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import match
-from ray_etc.planners.migrate import STAGING_NBYTES, plan_moves
+from ray_etc.planners.memory import STAGING_NBYTES
+from ray_etc.planners.migrate import plan_moves
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.table import LayoutTable

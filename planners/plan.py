@@ -6,7 +6,7 @@ slots. `plan.for_rank(r)` is a view of the one global plan: nobody plans relativ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,46 +18,8 @@ from ray_etc.planners.explain import explain, explain_html
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import Bundle
 from ray_etc.planners.moves import CAST, LOCAL, MoveTable
+from ray_etc.planners.rank_plan import Move, RankPlan, RankRound
 from ray_etc.planners.table import LayoutTable
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy `box` (logical coordinates) from a shard of the old layout to a shard of the new one.
-
-    `src_shard` and `dst_shard` are positions in the layouts of `src_rank` and `dst_rank`. Where `is_relay`, the source
-    is a shard of the new layout of `src_rank` instead, which received these bytes in an earlier round.
-    """
-
-    src_rank: int
-    src_shard: int
-    dst_rank: int
-    dst_shard: int
-    box: Box
-    nbytes: int
-    is_relay: bool = False
-
-    @property
-    def is_local(self) -> bool:
-        return self.src_rank == self.dst_rank
-
-
-@dataclass(frozen=True, slots=True)
-class RankRound:
-    """What one rank sends and receives in one round: to and from each peer one message, packed in this order."""
-
-    sends: Mapping[int, tuple[Move, ...]]
-    receives: Mapping[int, tuple[Move, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """One rank's part of a plan. `casts` come last: from one shard of its new layout to another of a smaller dtype."""
-
-    rank: int
-    local: tuple[Move, ...]
-    rounds: tuple[RankRound, ...]
-    casts: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from ray_etc.planners.errors import PlanError
 from ray_etc.planners.expected import expected_table
 from ray_etc.planners.links import Links
 from ray_etc.planners.match import match
-from ray_etc.planners.migrate import STAGING_NBYTES
+from ray_etc.planners.memory import STAGING_NBYTES
 from ray_etc.planners.model import ModelShape
 from ray_etc.planners.placement import plan_resize
 

@@ -6,6 +6,7 @@ place in the whole model, so that it can be moved to any other parallel configur
 """
 
 from ray_etc.megatron import quiet as quiet  # first: it hushes warnings of the imports below
+from ray_etc.megatron import uncompiled as uncompiled  # second: it imports Megatron
 from ray_etc.megatron.build import build
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.state import state

@@ -13,10 +13,9 @@ from ray_etc.actors.messages import Entered, Usage
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.errors import DoesNotFit
 from ray_etc.planners.expected import expected_layouts
-from ray_etc.planners.layout import TensorSpec
+from ray_etc.planners.layout import Allocations, TensorSpec
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.phases import Allocations
 
 GIB = 2**30
 MODEL = [

@@ -28,10 +28,10 @@ from ray_etc.actors.work import ALIGNMENT
 from ray_etc.planners import memory as planned_memory
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.expected import expected_layouts
-from ray_etc.planners.layout import RankLayout, TensorSpec
+from ray_etc.planners.layout import Key, RankLayout, TensorSpec
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.phases import Key, cut_in_phases
+from ray_etc.planners.phases import cut_in_phases
 
 PADDING = 16
 LAYERS = 6

@@ -12,7 +12,8 @@ from ray_etc.actors.sums import as_integers
 from ray_etc.actors.work import Work
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard
-from ray_etc.planners.plan import MigrationPlan, Move
+from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.rank_plan import Move
 
 
 def either(

@@ -19,7 +19,7 @@ from ray_etc.actors.transports.base import Deadline
 from ray_etc.megatron import Task
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
-from ray_etc.planners.plan import RankPlan
+from ray_etc.planners.rank_plan import RankPlan
 
 TIMEOUT_S = 120.0
 

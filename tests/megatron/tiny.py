@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ MODEL: dict[str, Any] = {
 
 MICRO_BATCH_SIZE = 2
 
+DATA = Path(argparse.__file__)
+"""Text enough for every test, and opened and shuffled at once: the whole standard library takes longer than a step."""
+
 ONE = ParallelConfig()
 
 
@@ -33,7 +37,7 @@ def build(
     config: ParallelConfig,
     *,
     seed: int = 7,
-    data: Path | None = None,
+    data: Path = DATA,
     global_batch_size: int | dict[int, int] = 8,
     clip_grad: float = 1.0,
     checkpoint: Path | None = None,

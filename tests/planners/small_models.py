@@ -11,7 +11,8 @@ from ray_etc.planners.boxes import Box
 from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.plan import MigrationPlan, Move
+from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.rank_plan import Move
 from ray_etc.planners.regions import disjoint
 
 KINDS = {"param": ("bfloat16", 2), "main_param": ("float32", 4), "exp_avg": ("float32", 4)}

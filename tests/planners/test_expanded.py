@@ -20,7 +20,8 @@ from ray_etc.planners.intersect import ragged
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.placement import plan_resize
-from ray_etc.planners.plan import MigrationPlan, Move
+from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.rank_plan import Move
 from ray_etc.planners.table import LayoutTable
 
 LAYERS = 4

@@ -16,7 +16,8 @@ from ray_etc.planners.links import Links
 from ray_etc.planners.memory import STAGING_BUFFERS
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.plan import MigrationPlan, Move
+from ray_etc.planners.plan import MigrationPlan
+from ray_etc.planners.rank_plan import Move
 
 MODEL = small_model()
 SLOW = Links(copy_bytes_per_s=10, same_node_bytes_per_s=100, nic_bytes_per_s=50, message_s=0.5)

@@ -10,12 +10,12 @@ import pytest
 from small_models import carry_out, config, layouts_on, name_of, nodes_of, small_model
 
 from ray_etc.planners.errors import DoesNotFit
-from ray_etc.planners.layout import RankLayout
+from ray_etc.planners.layout import Allocations, Key, RankLayout, casts_of
 from ray_etc.planners.links import Links
 from ray_etc.planners.memory import SLACK, choose_mode, memory_of
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
-from ray_etc.planners.phases import Allocations, Key, Phase, PhasedPlan, casts_of, cut_in_phases
+from ray_etc.planners.phases import Phase, PhasedPlan, cut_in_phases
 from ray_etc.planners.plan import MigrationPlan
 
 MODEL = small_model()

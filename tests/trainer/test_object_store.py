@@ -26,7 +26,7 @@ def created_nbytes(cluster: Cluster) -> int:
 def test_requested_dp3_to_dp1_to_dp2_puts_no_object_of_1_mib(cluster: Cluster, nodes: Any, tmp_path: Path) -> None:
     nodes.add(3)
     plain = ParallelConfig(distributed_optimizer=False)
-    run = start(tmp_path, (1, 3), parallel=plain, checkpoint_at=1, size=SIZE)
+    run = start(tmp_path, (1, 3), parallel=plain, checkpoint_at=1, size=SIZE, step_s=0.2)  # a step is work
     wait_for_step(run)
     before = created_nbytes(cluster)
     one = run.resize(1)
