@@ -114,6 +114,7 @@ class Session:
         self._is_frozen = False
         self._is_over = False
         self._is_updating = False
+        self._updates_tried = 0
         self._trims_left = 0
         self._marks: deque[Mark] = deque(maxlen=3)
         self._update_began: torch.cuda.Event | None = None
@@ -184,6 +185,7 @@ class Session:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._first_step is not None)
         first = self._first_step or state.next_step
+        self._updates_tried = state.updates_tried()
         self._record_boundary(first, is_whole=True)
         return first
 
@@ -209,7 +211,8 @@ class Session:
 
     def _boundary(self, step: int) -> None:
         assert self.state is not None
-        self._record_boundary(step + 1, is_whole=self._is_updating or self.state.skips_updates)
+        tried_before, self._updates_tried = self._updates_tried, self.state.updates_tried()
+        self._record_boundary(step + 1, is_whole=self._is_updating or self._updates_tried > tried_before)
         if self._trims_left:
             self._trim()
         if self._last_step is None or step < self._last_step:

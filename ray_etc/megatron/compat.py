@@ -289,6 +289,17 @@ def set_adam_step(leaf: MegatronOptimizer, step: int) -> None:
             group["step"] = step
 
 
+def tell_of_tries(leaf: MegatronOptimizer, tell: Callable[[], None]) -> None:
+    """Call `tell` at the beginning of each update, which may come to nothing before the optimizer inside is called."""
+    prepare = leaf.prepare_grads
+
+    def told() -> bool:
+        tell()
+        return prepare()
+
+    leaf.prepare_grads = told
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
