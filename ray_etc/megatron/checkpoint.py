@@ -145,6 +145,7 @@ def _latest(folder: Path) -> Path:
 def _sharded(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, metadata: Mapping[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
+    compat.require_checkpointable(optimizer)
     metadata = {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     content: dict[str, Any] = {
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)

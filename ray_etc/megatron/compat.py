@@ -303,6 +303,16 @@ def tell_of_tries(leaf: MegatronOptimizer, tell: Callable[[], None]) -> None:
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
+def require_checkpointable(optimizer: MegatronOptimizer) -> None:
+    """Raise ValueError where Megatron cannot name an optimizer's tensors: it counts no weights but those in 16 bits."""
+    for leaf in leaf_optimizers(optimizer):
+        if isinstance(leaf, Float16OptimizerWithFloat16Params) and any(leaf.fp32_from_fp32_groups):
+            raise ValueError(
+                "Megatron's checkpoints cannot hold the optimizer state of fp32 weights among those in 16 bits without "
+                "ZeRO-1; set use_distributed_optimizer=True, in the optimizer and in DDP, or keep all in one data type"
+            )
+
+
 def collect_results_of_saves_here() -> None:
     """A save that waits for itself needs no process to collect its results, which Megatron would start and leave."""
     filesystem_async._results_queue = queue.SimpleQueue()

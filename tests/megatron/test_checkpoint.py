@@ -14,7 +14,7 @@ from fused_adam import join
 from host import spoil
 from logical import RankShards, read, whole
 from logical import differing as differing_logical
-from matrix import BF16, FOUR_LAYERS, MOMENTS, MUON, PLAIN, SGD, WHOLE_MAINS, Row, mesh
+from matrix import BF16, FOUR_LAYERS, IN_FP32, MOMENTS, MUON, PLAIN, SGD, WHOLE_MAINS, Row, mesh
 from megatron.core import dist_checkpointing
 from models import trainee
 from oracle import parts_by_megatron, same_bits, whole_by_megatron
@@ -126,6 +126,33 @@ def load_and_save(row: Row, read: Path, write: Path) -> None:
     task = trainee(row.model, row.optimizer, row.batch_size)(row.new)
     iteration = checkpoint.load(task.state, task.chunks, task.optimizer, read)
     task.state.save_checkpoint(write, iteration)
+
+
+def said_of_fp32_weights(optimizer: dict[str, Any], folder: Path) -> list[str]:
+    """What saving and loading are refused with."""
+    task = trainee("experts", optimizer, 4, **IN_FP32)(mesh(**PLAIN))
+    task.train_step()
+    by_us = partial(checkpoint.load, task.state, task.chunks, task.optimizer, folder)
+    said = []
+    for use in (lambda: task.state.save_checkpoint(folder / "more", 2), by_us):
+        with pytest.raises(ValueError, match="ZeRO-1") as refused:
+            use()
+        said.append(str(refused.value))
+    assert not (folder / "more").exists()
+    return said
+
+
+@pytest.mark.parametrize("optimizer", [BF16, {**SGD, **BF16}, {**SGD, "sgd_momentum": 0.0, **BF16}], ids=str)
+def test_fp32_weights_among_others_are_refused_without_zero1(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    """By Megatron with a bare KeyError, or an error about a number."""
+    run_ranks(save_with_zero1, 1, tmp_path)
+    [(saving, loading)] = run_ranks(said_of_fp32_weights, 1, optimizer, tmp_path)
+    assert saving == loading
+    assert saving.startswith("Megatron's checkpoints cannot hold the optimizer state of fp32 weights among those in 16")
+
+
+def save_with_zero1(folder: Path) -> None:
+    trainee("experts", BF16, 4, **IN_FP32)(mesh()).state.save_checkpoint(folder, 1)
 
 
 def in_files(*folders: Path) -> list[dict[str, torch.Tensor]]:
