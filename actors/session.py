@@ -278,7 +278,10 @@ class Session:
             return Progress(self._first_started_at, self._first_step_s, reports)
 
     def propose_last_step(self, step: int) -> bool:
-        """Agree to pause after `step`. False where that is too late, or would leave nothing to train."""
+        """Agree to pause after `step`. False where that is too late, or would leave nothing to train.
+
+        Where the loop is paused already, it goes on to there.
+        """
         with self._changed:
             if (
                 self._is_over
@@ -287,7 +290,8 @@ class Session:
                 or step >= self.total_steps - 1
             ):
                 return False
-            self._last_step = step
+            self._last_step, self._is_paused = step, False
+            self._changed.notify_all()
             return True
 
     def wait_paused(self, timeout_s: float) -> Boundary:

@@ -66,7 +66,7 @@ class TrainState:
         optimizers: torch optimizers; their `step` marks when the tensors are half way between two steps.
         updates_tried: how many updates were begun so far, also those that were then skipped, as where a gradient
             overflows. A step in which neither this grows nor an optimizer makes one is taken to gather gradients for a
-            later one, which are not moved: no resize begins after it.
+            later one, which are not moved: a resize waits for that.
         check_parallel: raises ValueError, with the numbers and the remedy, for a configuration that this state
             cannot live under; called before anything starts.
     """
