@@ -67,8 +67,9 @@ def save(
     small, at = state.small_state(), parallel.coordinate(rank)
     packed = SmallState.of(state)
     tensor_ranks, stages = parallel.tensor_parallel, parallel.pipeline_parallel
+    metadata = {**METADATA, "non_homogeneous_layers": _has_frozen_weights(chunks)}
     content = {
-        **_sharded(chunks, optimizer, METADATA, is_loading=False),
+        **_sharded(chunks, optimizer, metadata, is_loading=False),
         "args": _arguments(unwrap_model(chunks[0]), parallel, small["replicated"]),
         "checkpoint_version": 3.0,
         "iteration": iteration,
@@ -93,7 +94,7 @@ def save(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), group)
     compat.collect_results_of_saves_here()
-    dist_checkpointing.save(content, str(place), strategy, content_metadata=dict(METADATA))
+    dist_checkpointing.save(content, str(place), strategy, content_metadata=metadata)
     if rank == 0:
         noted = Path(folder) / f".{TRACKER}"
         noted.write_text(str(iteration))
@@ -157,6 +158,14 @@ def _sharded(
     ):
         content["optimizer"] = optimizer.sharded_state_dict(content, is_loading=is_loading, metadata=metadata)
     return content
+
+
+def _has_frozen_weights(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether any rank has: the optimizer state of all layers is then no whole stack, so each has a name."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    here = any(not weight.requires_grad for chunk in chunks for weight in chunk.parameters())
+    dist.all_gather_object(by_rank, here)
+    return any(by_rank)
 
 
 def _named(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
