@@ -48,7 +48,10 @@ class ResizeFailed(RuntimeError):  # noqa: N818 - says what happened, as Ray's o
 
 
 class HoldsMore(ResizeFailed):
-    """The new ranks hold more than was expected when they were started: too much beside the whole old state."""
+    """The new ranks hold more than was expected when they were started: too much beside the whole old state.
+
+    They say so where they were built; or there was no memory to build them.
+    """
 
 
 class StateLost(RuntimeError):  # noqa: N818

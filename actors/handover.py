@@ -14,10 +14,10 @@ from typing import Any
 
 from ray_etc.actors import quiesce
 from ray_etc.actors.certificate import compare
-from ray_etc.actors.errors import HoldsMore, ResizeFailed, StateLost
+from ray_etc.actors.errors import HoldsMore, StateLost
 from ray_etc.actors.generation import Generation, TrainJob, Wait
 from ray_etc.actors.headroom import Headroom
-from ray_etc.actors.messages import Boundary, why_ended
+from ray_etc.actors.messages import Boundary, not_built
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.tight import TightMove
 from ray_etc.planners.errors import StateMissing
@@ -46,7 +46,7 @@ def start_generation(generation: Generation, job: TrainJob, wait: Wait, is_empti
         rank = entered.index(None)
         [outcome] = wait([generation.outcome_refs[rank]], job.timeout_s, f"rank {rank} to say why it ended")
         generation.outcomes[rank] = outcome
-        raise ResizeFailed(f"rank {rank} under {generation.parallel} could not be built: {why_ended(outcome)}")
+        raise not_built(rank, generation.parallel, outcome)
     generation.entered = entered
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from ray_etc.actors.errors import HoldsMore, ResizeFailed
 from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.small_state import SmallState
 from ray_etc.planners.layout import Allocations, Key, RankLayout
-from ray_etc.planners.parallel import Coordinate
+from ray_etc.planners.parallel import Coordinate, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,12 @@ class Replaced:
 Outcome = Finished | Failed | Replaced
 
 
-def why_ended(outcome: Outcome) -> str:
-    """Why a train loop ended before its first step, with the user's own traceback where it raised."""
-    return outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned at once"
+def not_built(rank: int, parallel: ParallelConfig, outcome: Outcome) -> ResizeFailed:
+    """That a train loop ended before its first step, with the user's own traceback where it raised."""
+    why = outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned at once"
+    has_no_memory = isinstance(outcome, Failed) and isinstance(outcome.error, torch.OutOfMemoryError)
+    kind = HoldsMore if has_no_memory else ResizeFailed
+    return kind(f"rank {rank} under {parallel} could not be built: {why}")
 
 
 @dataclass(frozen=True)

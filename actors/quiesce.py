@@ -15,6 +15,9 @@ LONGEST_LEAD_STEPS = 64
 def pause(generation: Generation, wait: Wait, timeout_s: float) -> dict[int, Boundary]:
     """Agree on a last step that no rank has passed, a little ahead, and wait for its end.
 
+    Where that step made no update, gradients may wait for a later one, which are not moved: then it is the next that
+    does.
+
     Returns:
         The boundary of each rank, all of the same step.
     """
@@ -32,17 +35,22 @@ def pause(generation: Generation, wait: Wait, timeout_s: float) -> dict[int, Bou
             raise ResizeFailed(
                 f"no step within {LONGEST_LEAD_STEPS} of step {max(next_steps)} can be the last: the run is ending"
             )
-    boundaries = wait(
-        [rank.wait_paused.remote(timeout_s) for rank in generation.ranks], timeout_s, f"step {last_step} to end"
-    )
-    paused = dict(enumerate(boundaries))
-    if not all(boundary.is_whole for boundary in boundaries):
-        raise ResizeFailed(
-            f"step {last_step} made no update of the weights, and gradients that wait for a later one are not moved: "
-            "end each step of ray_etc.steps() with an update"
+    for step in range(last_step, last_step + LONGEST_LEAD_STEPS):
+        if step > last_step:
+            proposed = [rank.propose_last_step.remote(step) for rank in generation.ranks]
+            if not all(wait(proposed, timeout_s, "agreement")):
+                break
+        boundaries = wait(
+            [rank.wait_paused.remote(timeout_s) for rank in generation.ranks], timeout_s, f"step {step} to end"
         )
-    _check_replicated(paused)
-    return paused
+        if all(boundary.is_whole for boundary in boundaries):
+            paused = dict(enumerate(boundaries))
+            _check_replicated(paused)
+            return paused
+    raise ResizeFailed(
+        f"step {last_step} and those after it made no update of the weights, and gradients that wait for a later one "
+        "are not moved: end each step of ray_etc.steps() with an update"
+    )
 
 
 def freeze(generation: Generation, wait: Wait, timeout_s: float) -> dict[int, Boundary]:

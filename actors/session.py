@@ -114,6 +114,7 @@ class Session:
         self._is_frozen = False
         self._is_over = False
         self._is_updating = False
+        self._updates_tried = 0
         self._trims_left = 0
         self._marks: deque[Mark] = deque(maxlen=3)
         self._update_began: torch.cuda.Event | None = None
@@ -184,6 +185,7 @@ class Session:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._first_step is not None)
         first = self._first_step or state.next_step
+        self._updates_tried = state.updates_tried()
         self._record_boundary(first, is_whole=True)
         return first
 
@@ -209,7 +211,8 @@ class Session:
 
     def _boundary(self, step: int) -> None:
         assert self.state is not None
-        self._record_boundary(step + 1, is_whole=self._is_updating or self.state.skips_updates)
+        tried_before, self._updates_tried = self._updates_tried, self.state.updates_tried()
+        self._record_boundary(step + 1, is_whole=self._is_updating or self._updates_tried > tried_before)
         if self._trims_left:
             self._trim()
         if self._last_step is None or step < self._last_step:
@@ -275,7 +278,10 @@ class Session:
             return Progress(self._first_started_at, self._first_step_s, reports)
 
     def propose_last_step(self, step: int) -> bool:
-        """Agree to pause after `step`. False where that is too late, or would leave nothing to train."""
+        """Agree to pause after `step`. False where that is too late, or would leave nothing to train.
+
+        Where the loop is paused already, it goes on to there.
+        """
         with self._changed:
             if (
                 self._is_over
@@ -284,7 +290,8 @@ class Session:
                 or step >= self.total_steps - 1
             ):
                 return False
-            self._last_step = step
+            self._last_step, self._is_paused = step, False
+            self._changed.notify_all()
             return True
 
     def wait_paused(self, timeout_s: float) -> Boundary:

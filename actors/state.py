@@ -63,8 +63,9 @@ class TrainState:
         derived: by (kind, name), tensors that are exactly another of the same shape, rounded to their dtype between any
             two steps: bf16 weights and their fp32 main weights.
         optimizers: torch optimizers; their `step` marks when the tensors are half way between two steps.
-        skips_updates: a step may go without an update of the optimizers, as where a gradient overflows. Otherwise
-            such a step is taken to gather gradients for a later one, which are not moved: no resize begins after it.
+        updates_tried: how many updates were begun so far, also those that were then skipped, as where a gradient
+            overflows. A step in which neither this grows nor an optimizer makes one is taken to gather gradients for a
+            later one, which are not moved: a resize waits for that.
         check_parallel: raises ValueError, with the numbers and the remedy, for a configuration that this state
             cannot live under; called before anything starts.
     """
@@ -78,7 +79,7 @@ class TrainState:
         scratch: Sequence[torch.Tensor] = (),
         derived: Mapping[Key, Key] | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        skips_updates: bool = False,
+        updates_tried: Callable[[], int] | None = None,
         check_parallel: Callable[[ParallelConfig], None] | None = None,
     ) -> None:
         if not shards:
@@ -89,7 +90,7 @@ class TrainState:
         self.scratch = list(scratch)
         self.derived = dict(derived or {})
         self.optimizers = list(optimizers)
-        self.skips_updates = skips_updates
+        self.updates_tried = updates_tried or (lambda: 0)
         self.check_parallel = check_parallel or (lambda parallel: None)
         self.next_step = 0
         """Where the first generation begins: later than 0 where the state was read from a checkpoint."""

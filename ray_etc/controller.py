@@ -197,9 +197,12 @@ class Controller:
         headroom = None
         if not old.dead:
             headroom = find_headroom(old, slots, self._tensors, self.job, self.watch.wait, record)
+        expected_mode = record.memory_mode
         try:
             return self._attempt(old, slots, slot_ids, record, headroom)
         except HoldsMore as error:
+            if headroom is None or not headroom.is_limited or expected_mode == "tight":
+                raise
             logger.warning(
                 "generation %d begins again, releasing the old state phase by phase: %s", record.generation, error
             )

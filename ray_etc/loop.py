@@ -22,7 +22,7 @@ def steps(state: TrainState, total: int) -> Iterator[int]:
 
     A new generation runs the train loop from its top and enters here at the step where the old one left off, with
     all of `state` moved over. The old one leaves here, by an exception that only its `finally` blocks see. A step ends
-    with an update: no resize begins after one that only gathers gradients.
+    with an update: after one that only gathers gradients no resize begins, it waits for one that does.
     """
     return current_session().steps(state, total)
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.generation import Generation
-from ray_etc.actors.messages import why_ended
+from ray_etc.actors.messages import not_built
 from ray_etc.actors.ray_internals import is_about
 from ray_etc.actors.slots import SlotPool
 from ray_etc.actors.standby import Standbys
@@ -130,7 +130,7 @@ class Watch:
         for rank in self.preparing.dead:
             raise ResizeFailed(f"rank {rank} of the new generation died")
         for rank, outcome in self.preparing.outcomes.items():
-            raise ResizeFailed(f"rank {rank} under {self.preparing.parallel} could not be built: {why_ended(outcome)}")
+            raise not_built(rank, self.preparing.parallel, outcome)
         for slot in self.preparing.slots:
             drains = slot.is_draining and slot.slot_id not in known_drains and not self.must_finish()
             if slot.is_dead or drains:

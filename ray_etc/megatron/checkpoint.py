@@ -33,7 +33,7 @@ from megatron.core.utils import unwrap_model
 from ray_etc.actors.phased import pairs_of_derived
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
-from ray_etc.megatron import compat, mesh, remainders, streams
+from ray_etc.megatron import compat, corrections, mesh, remainders, streams
 from ray_etc.planners.parallel import Coordinate, ParallelConfig, sources_of_streams
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -67,8 +67,9 @@ def save(
     small, at = state.small_state(), parallel.coordinate(rank)
     packed = SmallState.of(state)
     tensor_ranks, stages = parallel.tensor_parallel, parallel.pipeline_parallel
+    metadata = {**METADATA, "non_homogeneous_layers": _has_frozen_weights(chunks)}
     content = {
-        **_sharded(chunks, optimizer, METADATA, is_loading=False),
+        **_sharded(chunks, optimizer, metadata, is_loading=False),
         "args": _arguments(unwrap_model(chunks[0]), parallel, small["replicated"]),
         "checkpoint_version": 3.0,
         "iteration": iteration,
@@ -92,8 +93,8 @@ def save(
     dist.barrier()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), group)
-    compat.collect_results_of_saves_here()
-    dist_checkpointing.save(content, str(place), strategy, content_metadata=dict(METADATA))
+    corrections.collect_results_of_saves_here()
+    dist_checkpointing.save(content, str(place), strategy, content_metadata=metadata)
     if rank == 0:
         noted = Path(folder) / f".{TRACKER}"
         noted.write_text(str(iteration))
@@ -145,17 +146,26 @@ def _latest(folder: Path) -> Path:
 def _sharded(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, metadata: Mapping[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
+    corrections.require_checkpointable(optimizer)
     metadata = {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     content: dict[str, Any] = {
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)
     }
     with (
-        compat.true_ranges_in_checkpoints(optimizer),
-        compat.whole_main_weights(optimizer),
-        compat.memory_stays(optimizer),
+        corrections.true_ranges_in_checkpoints(optimizer),
+        corrections.whole_main_weights(optimizer),
+        corrections.memory_stays(optimizer),
     ):
         content["optimizer"] = optimizer.sharded_state_dict(content, is_loading=is_loading, metadata=metadata)
     return content
+
+
+def _has_frozen_weights(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether any rank has: the optimizer state of all layers is then no whole stack, so each has a name."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    here = any(not weight.requires_grad for chunk in chunks for weight in chunk.parameters())
+    dist.all_gather_object(by_rank, here)
+    return any(by_rank)
 
 
 def _named(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
@@ -231,7 +241,7 @@ def _load_tensors(
         unwrap_model(chunk).load_state_dict(loaded["tensors"][name], strict=False)
     parts = _by_leaf(optimizer, loaded["tensors"]["optimizer"])
     for leaf, part in zip(compat.leaf_optimizers(optimizer), parts, strict=True):
-        compat.load_optimizer_tensors(leaf, part)
+        corrections.load_optimizer_tensors(leaf, part)
     for _, weight, main in pairs_of_derived(state.layout(), state.views(), state.derived):
         remainders.require_rounded(weight, main)
 
@@ -314,7 +324,7 @@ def _replicated_by_megatron(common: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = common["optimizer"]
     leaves = [optimizer[number] for number in sorted(optimizer)] if 0 in optimizer else [optimizer]
     scales = [leaf["grad_scaler"] for leaf in leaves if "grad_scaler" in leaf]
-    counted = [step for leaf in leaves if (step := compat.saved_step(leaf)) is not None]
+    counted = [step for leaf in leaves if (step := corrections.saved_step(leaf)) is not None]
     return {
         "optimizer": {
             "step": max(counted, default=common["iteration"]),  # only Adam counts

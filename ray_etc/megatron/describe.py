@@ -24,7 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 from ray_etc.actors.state import StateShard
-from ray_etc.megatron import compat
+from ray_etc.megatron import compat, corrections
 from ray_etc.planners.boxes import Box, flat_range_to_boxes
 from ray_etc.planners.layout import TensorSpec
 
@@ -43,7 +43,7 @@ def describe(
     compat.require_known_optimizers(optimizer)
     owned: list[compat.Owned] = []
     for leaf in compat.leaf_optimizers(optimizer):
-        compat.correct_positions(leaf)
+        corrections.correct_positions(leaf)
         compat.create_moments(leaf)
         owned += compat.owned_state(leaf)
     gathered_later = compat.weights_gathered_later(chunks)

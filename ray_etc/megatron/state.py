@@ -89,7 +89,7 @@ def state(
             ("param", shard.tensor.name): shard.tensor.key for shard in shards if shard.tensor.kind == "main_param"
         },
         optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
-        skips_updates=progress.is_scaled,
+        updates_tried=lambda: progress.tried,
         check_parallel=check,
     )
     if checkpoint is not None and is_first_generation():
@@ -137,11 +137,18 @@ class OptimizerProgress:
         # Adam counts its steps beside each parameter, and a rank may own none: ZeRO-1 over more ranks than there are
         # elements. So each rank counts for itself too.
         self._steps = max((compat.adam_step(leaf) for leaf in self._leaves), default=0)
+        self.tried = 0
+        """Updates that were begun, also where a gradient that overflows, or is too large, has them skipped."""
+        for leaf in self._leaves:
+            compat.tell_of_tries(leaf, self._count_try)
         if self._leaves:
             self._leaves[0].optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
+
+    def _count_try(self) -> None:
+        self.tried += 1
 
     def state_dict(self) -> dict[str, Any]:
         scales = {compat.is_for_experts(leaf): scaler.state_dict() for leaf, scaler in self._scaled_leaves()}
@@ -158,11 +165,6 @@ class OptimizerProgress:
             scaler.load_state_dict(state_dict["grad_scalers"][compat.is_for_experts(leaf)])
         # All ranks are here, after each has got its own range of the weights.
         compat.gather_weights(self._chunks, unless_by_forward=True)
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a step may make no update, because a scaled gradient overflows."""
-        return bool(self._scaled_leaves())
 
     def _scaled_leaves(self) -> list[tuple[MegatronOptimizer, Any]]:
         scalers = [(leaf, getattr(leaf, "grad_scaler", None)) for leaf in self._leaves]

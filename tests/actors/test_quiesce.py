@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from test_session import sgd, start, state_of
 
 from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.messages import Boundary
@@ -34,6 +36,42 @@ def test_ranks_that_have_made_their_update() -> None:
     assert [boundary.next_step for boundary in paused(rank(), rank()).values()] == [5, 5]
 
 
-def test_no_resize_after_a_step_that_only_gathers_gradients() -> None:
-    with pytest.raises(ResizeFailed, match="step 4 made no update of the weights, and gradients that wait for a later"):
+def test_no_resize_of_a_run_that_only_gathers_gradients() -> None:
+    with pytest.raises(ResizeFailed, match="step 4 and those after it made no update of the weights"):
         paused(rank(is_whole=False), rank(is_whole=False))
+
+
+def updating_every(number: int, is_empty: bool = False) -> Any:
+    """A rank whose steps only gather gradients but for each `number`th; an empty one has nothing to update."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizers = [] if is_empty else [sgd(weight)]
+
+    def body(step: int) -> None:
+        if (step + 1) % number == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+
+    loop = start(state_of(weight, *optimizers), body)
+
+    def wait_paused(timeout_s: float) -> Boundary:
+        loop.go.release(2)
+        return loop.session.wait_paused(timeout_s)
+
+    calls = {
+        "next_step": loop.session.next_step,
+        "propose_last_step": loop.session.propose_last_step,
+        "wait_paused": wait_paused,
+    }
+    return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+
+
+@pytest.mark.parametrize(("number", "next_step"), [(1, 2), (2, 2), (3, 3), (5, 5)])
+def test_the_last_step_is_one_with_an_update(number: int, next_step: int) -> None:
+    """Also for a rank that has nothing to update, and stands well after every step."""
+    ranks = [updating_every(number), updating_every(number, is_empty=True)]
+    assert [boundary.next_step for boundary in paused(*ranks).values()] == [next_step] * 2
+
+
+def test_no_resize_where_no_update_comes_before_the_end() -> None:
+    with pytest.raises(ResizeFailed, match="step 1 and those after it made no update of the weights"):
+        paused(updating_every(200))

@@ -212,16 +212,17 @@ def test_a_step_that_only_gathers_gradients_is_no_place_to_stop() -> None:
     assert weight.tolist() == [-2.0, -2.0]
 
 
-@pytest.mark.parametrize(
-    ("skips_updates", "updates", "is_whole"), [(False, 0, False), (False, 1, True), (True, 0, True)]
-)
-def test_pause_says_whether_the_step_made_an_update(skips_updates: bool, updates: int, is_whole: bool) -> None:
+@pytest.mark.parametrize(("tries", "updates", "is_whole"), [(0, 0, False), (0, 1, True), (1, 1, True), (1, 0, True)])
+def test_pause_says_whether_the_step_made_or_skipped_an_update(tries: int, updates: int, is_whole: bool) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = sgd(weight)
     state = state_of(weight, optimizer)
-    state.skips_updates = skips_updates
+    tried = 5  # before the loop, such as a rehearsal
+    state.updates_tried = lambda: tried
 
     def body(step: int) -> None:
+        nonlocal tried
+        tried += tries
         for _ in range(updates):
             optimizer.step()
 

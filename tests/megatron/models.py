@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from megatron.core.utils import unwrap_model
 
 import ray_etc.megatron
 from ray_etc.actors.session import is_first_generation
@@ -237,7 +238,7 @@ class Trainee:
             "position_embedding_type": given.pop("position", "rope"),
         }
         is_grouped = given.pop("is_grouped", False)
-        in_fp32 = given.pop("in_fp32", ())
+        in_fp32, frozen_layers = given.pop("in_fp32", ()), given.pop("frozen_layers", 0)
         pattern = given.pop("hybrid_layer_pattern", None)
         if pattern and (self._parallel.virtual_pipeline > 1 or self._parallel.pipeline_layers):
             ends = list(accumulate(self._parallel.layers_of_virtual_stages(given["num_layers"]), initial=0))
@@ -283,6 +284,10 @@ class Trainee:
             for name, weight in module.named_parameters():
                 if name.endswith(in_fp32):
                     weight.data = weight.data.float()
+            stack: Any = unwrap_model(module)
+            for layer in stack.decoder.layers:
+                if layer.layer_number <= frozen_layers:
+                    layer.requires_grad_(False)
             chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=number > 0))
         return chunks
 

@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing
 
-from ray_etc.megatron import compat, mesh
+from ray_etc.megatron import corrections, mesh
 
 Task = Any
 """A `ray_etc.megatron.Task` or a `Trainee`."""
@@ -30,7 +30,7 @@ class Arguments(Namespace):
 
 def save_by_script(task: Task, folder: Path, iteration: int) -> None:
     """What `--save` does."""
-    compat.collect_results_of_saves_here()
+    corrections.collect_results_of_saves_here()
     with _arguments(task, save=str(folder)):
         checkpointing.save_checkpoint(iteration, task.chunks, task.optimizer, task.scheduler, 0)
 

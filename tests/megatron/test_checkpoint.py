@@ -14,7 +14,7 @@ from fused_adam import join
 from host import spoil
 from logical import RankShards, read, whole
 from logical import differing as differing_logical
-from matrix import BF16, FOUR_LAYERS, MOMENTS, MUON, PLAIN, SGD, WHOLE_MAINS, Row, mesh
+from matrix import BF16, FOUR_LAYERS, IN_FP32, MOMENTS, MUON, PLAIN, SGD, WHOLE_MAINS, Row, mesh
 from megatron.core import dist_checkpointing
 from models import trainee
 from oracle import parts_by_megatron, same_bits, whole_by_megatron
@@ -126,6 +126,67 @@ def load_and_save(row: Row, read: Path, write: Path) -> None:
     task = trainee(row.model, row.optimizer, row.batch_size)(row.new)
     iteration = checkpoint.load(task.state, task.chunks, task.optimizer, read)
     task.state.save_checkpoint(write, iteration)
+
+
+def said_of_fp32_weights(optimizer: dict[str, Any], folder: Path) -> list[str]:
+    """What saving and loading are refused with."""
+    task = trainee("experts", optimizer, 4, **IN_FP32)(mesh(**PLAIN))
+    task.train_step()
+    by_us = partial(checkpoint.load, task.state, task.chunks, task.optimizer, folder)
+    said = []
+    for use in (lambda: task.state.save_checkpoint(folder / "more", 2), by_us):
+        with pytest.raises(ValueError, match="ZeRO-1") as refused:
+            use()
+        said.append(str(refused.value))
+    assert not (folder / "more").exists()
+    return said
+
+
+@pytest.mark.parametrize("optimizer", [BF16, {**SGD, **BF16}, {**SGD, "sgd_momentum": 0.0, **BF16}], ids=str)
+def test_fp32_weights_among_others_are_refused_without_zero1(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    """By Megatron with a bare KeyError, or an error about a number."""
+    run_ranks(save_with_zero1, 1, tmp_path)
+    [(saving, loading)] = run_ranks(said_of_fp32_weights, 1, optimizer, tmp_path)
+    assert saving == loading
+    assert saving.startswith("Megatron's checkpoints cannot hold the optimizer state of fp32 weights among those in 16")
+
+
+def save_with_zero1(folder: Path) -> None:
+    trainee("experts", BF16, 4, **IN_FP32)(mesh()).state.save_checkpoint(folder, 1)
+
+
+def save_frozen(config: ParallelConfig, folder: Path) -> RankShards:
+    task = trainee("llama", BF16, 4, frozen_layers=1)(config)
+    task.train_step()
+    task.state.save_checkpoint(folder, 1)
+    return read(task.state)
+
+
+def load_frozen(config: ParallelConfig, folder: Path) -> list[RankShards]:
+    """By us, and by the script, which cannot merge the settings of a stage's optimizer that has nothing to update."""
+    task = trainee("llama", BF16, 4, frozen_layers=1)(config)
+    loads: list[Callable[[], Any]] = [partial(checkpoint.load, task.state, task.chunks, task.optimizer, folder)]
+    if config.distributed_optimizer:
+        loads.append(partial(load_by_script, task, folder))
+    loaded = []
+    for load in loads:
+        for view in task.state.views():
+            view.detach().fill_(float("nan"))
+        task.scheduler.num_steps = 0
+        load()
+        loaded.append(read(task.state))
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(mesh(dp=2), mesh(pp=2)), (mesh(pp=2, **PLAIN), mesh(tp=2, **PLAIN)), (mesh(pp=2), mesh(dp=2))]
+)
+def test_some_layers_are_frozen(old: ParallelConfig, new: ParallelConfig, tmp_path: Path) -> None:
+    """Megatron's script cannot save that: the optimizer state of a stack of layers has holes. It can read ours."""
+    before = whole(run_ranks(save_frozen, 2, old, tmp_path))
+    after = run_ranks(load_frozen, 2, new, tmp_path)
+    for loaded in zip(*after, strict=True):
+        assert differing_logical(before, whole(list(loaded))) == []
 
 
 def in_files(*folders: Path) -> list[dict[str, torch.Tensor]]:

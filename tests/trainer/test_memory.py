@@ -36,12 +36,13 @@ def test_zero1_to_plain_dp2_phase_by_phase_and_back_where_there_is_room(nodes: A
     assert back.nbytes_peak_predicted == 480 + 360
 
 
+@pytest.mark.parametrize("has_no_room", [False, True], ids=["as the plan says", "as its build runs out of memory"])
 def test_plain_to_zero1_that_holds_more_than_expected_begins_again_phase_by_phase(
-    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, has_no_room: bool
 ) -> None:
     """480 bytes beside the 360 of ZeRO-1 would fit, but the new ranks turn out to hold all of the momentum."""
     nodes.add(2)
-    run = start(tmp_path, (1, 2), parallel=PLAIN, slot_nbytes=900, momentum_is_whole=True)
+    run = start(tmp_path, (1, 2), parallel=PLAIN, slot_nbytes=900, momentum_is_whole=True, has_no_room=has_no_room)
     wait_for_step(run)
     record = run.resize(parallel=ZERO)
     wait_for_step(run)

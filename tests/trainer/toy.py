@@ -118,12 +118,15 @@ def train(config: dict[str, Any]) -> str:
     """Train until the file `finish` appears, on a GPU where there is one.
 
     `config` may have the `size` of the weights, `step_s`, `checkpoint_at` a step, `momentum_is_whole` for ranks that do
-    not split it, whatever their configuration, and `faults` for `Script`. Its events are also "build" and "step:i".
+    not split it, whatever their configuration, `has_no_room` for later generations that cannot be built with their
+    memory, and `faults` for `Script`. Its events are also "build" and "step:i".
     """
     context = ray_etc.get_context()
     parallel, at = context.parallel, context.coordinate
     script = Script(config.get("faults", {}), context, Path(config["finish"]).parent)
     script("build")
+    if config.get("has_no_room") and context.generation and context.about_step is not None:
+        raise torch.OutOfMemoryError("as CUDA says it")
     check_parallel(parallel)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = config.get("size", SIZE)

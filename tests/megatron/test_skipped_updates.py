@@ -1,0 +1,49 @@
+"""A step whose update Megatron skips is as whole as any; one that only gathers gradients is not, whatever the dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from matrix import BF16, FP16, PLAIN, mesh
+from models import trainee
+from ranks import run_ranks
+
+from ray_etc.actors.session import Context, Session
+from ray_etc.planners.parallel import ParallelConfig
+
+OVERFLOWS = {**FP16, "initial_loss_scale": 2.0**38}
+OFTEN_TOO_LARGE = {**BF16, "grad_norm_skip_threshold": 1e-9}
+CONSTANT = {"dtype": torch.float16, "loss_scale": 2.0**38}
+
+
+def where_it_stands(parallel: ParallelConfig, optimizer: dict[str, Any], is_updating: bool) -> tuple[int, bool]:
+    """Which step a rank that is frozen after its first has its tensors from, and whether their values are others."""
+    task = trainee("llama", optimizer, 4)(parallel)
+    session = Session(Context("test", 0, parallel, 0, 0, 1, 0, 0))
+    session.begin(0)
+    steps = session.steps(task.state, 9)
+    next(steps)
+    before = [view.clone() for view in task.state.views()]
+    if is_updating:
+        task.train_step()
+    next(steps)
+    views = task.state.views()
+    return session.freeze(1.0).next_step, not all(map(torch.equal, before, views))
+
+
+@pytest.mark.parametrize("more", [{}, PLAIN], ids=["ZeRO-1", "plain"])
+@pytest.mark.parametrize("optimizer", [OVERFLOWS, CONSTANT, OFTEN_TOO_LARGE], ids=str)
+def test_a_step_of_which_the_update_was_skipped(optimizer: dict[str, Any], more: dict[str, Any]) -> None:
+    assert run_ranks(where_it_stands, 1, mesh(**more), optimizer, True) == [(1, False)]
+
+
+@pytest.mark.parametrize("optimizer", [{}, BF16, FP16, CONSTANT], ids=str)
+def test_a_step_that_only_gathers_gradients(optimizer: dict[str, Any]) -> None:
+    """With a loss scale, too, where such a step would be taken for one that overflowed."""
+    assert run_ranks(where_it_stands, 1, mesh(), optimizer, False) == [(0, False)]
+
+
+def test_a_step_with_its_update() -> None:
+    assert run_ranks(where_it_stands, 1, mesh(), BF16, True) == [(1, True)]
