@@ -10,9 +10,10 @@ from typing import Any, Protocol, cast
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_etc.actors.messages import Entered, Outcome
+from ray_etc.actors.context import Context
+from ray_etc.actors.messages import Entered
+from ray_etc.actors.outcomes import Outcome
 from ray_etc.actors.rank import Rank
-from ray_etc.actors.session import Context
 from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.slots import Slot
 from ray_etc.planners.layout import Key, RankLayout

@@ -17,7 +17,8 @@ from ray_etc.actors.certificate import compare
 from ray_etc.actors.errors import HoldsMore, StateLost
 from ray_etc.actors.generation import Generation, TrainJob, Wait
 from ray_etc.actors.headroom import Headroom
-from ray_etc.actors.messages import Boundary, not_built
+from ray_etc.actors.messages import Boundary
+from ray_etc.actors.outcomes import not_built
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.tight import TightMove
 from ray_etc.planners.errors import StateMissing

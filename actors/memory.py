@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from ray_etc.actors import sharing
 from ray_etc.actors.messages import Usage
+from ray_etc.actors.transports.base import Deadline
 from ray_etc.planners.layout import Allocations
 from ray_etc.planners.memory import STAGING_BUFFERS, STAGING_NBYTES
 
@@ -140,12 +142,21 @@ class StateMemory:
             storage.resize_(0)
         self.trim()
 
-    def make_scratch(self) -> None:
-        """Give the scratch memory back where it was emptied, as zeros."""
+    def make_scratch(self, timeout_s: float = 0.0) -> None:
+        """Give the scratch memory back where it was emptied, as zeros. Where there is no room, who has it may still be
+        dying: wait `timeout_s` for it."""
+        deadline = Deadline(timeout_s)
         for storage, nbytes in self._scratch:
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
-                _octets(storage).zero_()
+            while storage.nbytes() != nbytes:
+                try:
+                    storage.resize_(nbytes)
+                except torch.OutOfMemoryError:
+                    if deadline.left_s() <= 0:
+                        raise
+                    self.trim()
+                    time.sleep(0.1)
+                else:
+                    _octets(storage).zero_()
 
     def trim(self) -> None:
         """Give back to the GPU what torch's allocator keeps for later."""

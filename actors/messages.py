@@ -5,45 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from ray_etc.actors.errors import HoldsMore, ResizeFailed
 from ray_etc.actors.sharing import SharedMemory
 from ray_etc.actors.small_state import SmallState
 from ray_etc.planners.layout import Allocations, Key, RankLayout
-from ray_etc.planners.parallel import Coordinate, ParallelConfig
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The user's loop returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The user's loop raised: the error itself, its traceback from the user's function on, and the step."""
-
-    error: Exception
-    traceback: str
-    step: int | None
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """The user's loop was left because the next generation took over."""
-
-
-Outcome = Finished | Failed | Replaced
-
-
-def not_built(rank: int, parallel: ParallelConfig, outcome: Outcome) -> ResizeFailed:
-    """That a train loop ended before its first step, with the user's own traceback where it raised."""
-    why = outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned at once"
-    has_no_memory = isinstance(outcome, Failed) and isinstance(outcome.error, torch.OutOfMemoryError)
-    kind = HoldsMore if has_no_memory else ResizeFailed
-    return kind(f"rank {rank} under {parallel} could not be built: {why}")
+from ray_etc.planners.parallel import Coordinate
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ import logging
 import os
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,17 +22,18 @@ import torch
 import torch.distributed as dist
 
 from ray_etc.actors import sharing
+from ray_etc.actors.context import Context
 from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.imports import import_all, import_all_in_background
 from ray_etc.actors.managed import ManagedMemory
 from ray_etc.actors.memory import StateMemory, limit_training
-from ray_etc.actors.messages import Boundary, Entered, Failed, Finished, Load, Outcome, Progress, Replaced, Usage
+from ray_etc.actors.messages import Boundary, Entered, Load, Progress, Usage
 from ray_etc.actors.mover import Mover, MoveReport
+from ray_etc.actors.outcomes import Failed, Finished, Outcome, Replaced
 from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old, warm_up
-from ray_etc.actors.session import Context, GenerationReplaced, open_session
+from ray_etc.actors.session import GenerationReplaced, open_session
 from ray_etc.actors.state import TrainState
 from ray_etc.actors.transports import close_group, get_group, open_group
-from ray_etc.actors.transports.base import Deadline
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.rank_plan import RankPlan
@@ -132,7 +131,7 @@ class Rank:
         except GenerationReplaced:
             return Replaced()
         except Exception as error:
-            return Failed(_picklable(error), _user_traceback(error), self._session.current_step)
+            return Failed.of(error, self._session.current_step, __file__)
         finally:
             self._session.end()
 
@@ -261,7 +260,7 @@ class Rank:
     @ray.method(concurrency_group="control")
     def resume(self) -> None:
         if self._memory is not None:
-            self._make_scratch(self._memory)
+            self._memory.make_scratch(SCRATCH_S)
         self._session.resume()
 
     @ray.method(concurrency_group="control")
@@ -320,18 +319,6 @@ class Rank:
         self._managed.end()
         limit_training(*limit)  # managed memory would count
 
-    def _make_scratch(self, memory: StateMemory) -> None:
-        """Once there is room: the new rank that has it may still be dying."""
-        deadline = Deadline(SCRATCH_S)
-        while True:
-            try:
-                return memory.make_scratch()
-            except torch.OutOfMemoryError:
-                if deadline.left_s() <= 0:
-                    raise
-                memory.trim()
-                time.sleep(0.1)
-
     def _held_memory(self) -> StateMemory:
         assert self._memory is not None, "the train loop has not entered ray_etc.steps()"
         return self._memory
@@ -363,19 +350,3 @@ class Rank:
             # No device_id: with it torch would make a communicator for each of Megatron's twenty groups at once, used
             # or not, and each costs a training beside it 11 to 15 ms (seen on an H200).
         )
-
-
-def _picklable(error: Exception) -> Exception:
-    try:
-        ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-def _user_traceback(error: Exception) -> str:
-    """The traceback without the frames of this file, so that the user's own code comes first."""
-    frames = traceback.extract_tb(error.__traceback__)
-    while frames and frames[0].filename == __file__:
-        del frames[0]
-    return "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)])

@@ -17,56 +17,14 @@ from typing import Any
 
 import torch
 
+from ray_etc.actors.context import Context
 from ray_etc.actors.messages import Boundary, Load, Progress, Report
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
-from ray_etc.planners.parallel import Coordinate, ParallelConfig
 
 
 class GenerationReplaced(BaseException):
     """Unwinds the user's train loop in a generation whose state the next one has taken over."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """Where this rank stands. The methods carry the names of Ray Train's `TrainContext`.
-
-    The world size and every rank change from generation to generation, within one call of `fit`.
-    """
-
-    experiment_name: str
-    generation: int
-    parallel: ParallelConfig
-    world_rank: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    slot_id: int
-    about_step: int | None = 0
-    """Where the run stood when this generation was decided on; it will begin a little later. None where its model is
-    built without the memory for it, so that no step can be rehearsed."""
-
-    @property
-    def coordinate(self) -> Coordinate:
-        return self.parallel.coordinate(self.world_rank)
-
-    def get_experiment_name(self) -> str:
-        return self.experiment_name
-
-    def get_world_size(self) -> int:
-        return self.parallel.world_size
-
-    def get_world_rank(self) -> int:
-        return self.world_rank
-
-    def get_local_rank(self) -> int:
-        return self.local_rank
-
-    def get_local_world_size(self) -> int:
-        return self.local_world_size
-
-    def get_node_rank(self) -> int:
-        return self.node_rank
 
 
 @dataclass(frozen=True)

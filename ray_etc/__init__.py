@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ray_etc.actors.context import Context
     from ray_etc.actors.errors import CertificateError, ResizeFailed, StateLost, TransportError
     from ray_etc.actors.ray_internals import drain_node
     from ray_etc.actors.record import ResizeRecord
-    from ray_etc.actors.session import Context
     from ray_etc.actors.state import StateShard, TrainState
     from ray_etc.loop import get_context, report, steps
     from ray_etc.planners.links import Links
@@ -47,7 +47,7 @@ _HOMES = {
     "ray_etc.actors.errors": ("CertificateError", "ResizeFailed", "StateLost", "TransportError"),
     "ray_etc.actors.ray_internals": ("drain_node",),
     "ray_etc.actors.record": ("ResizeRecord",),
-    "ray_etc.actors.session": ("Context",),
+    "ray_etc.actors.context": ("Context",),
     "ray_etc.actors.state": ("StateShard", "TrainState"),
     "ray_etc.loop": ("get_context", "report", "steps"),
     "ray_etc.planners.links": ("Links",),

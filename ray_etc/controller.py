@@ -21,7 +21,7 @@ from ray_etc.actors.errors import HoldsMore, ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob
 from ray_etc.actors.handover import Handover, start_generation
 from ray_etc.actors.headroom import Headroom, find_headroom
-from ray_etc.actors.messages import Failed, Finished
+from ray_etc.actors.outcomes import Failed, Finished
 from ray_etc.actors.ray_internals import label_selector
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import Slot, SlotPool

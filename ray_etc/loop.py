@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ray_etc.actors.session import Context, current_session
+from ray_etc.actors.context import Context
+from ray_etc.actors.session import current_session
 from ray_etc.actors.state import TrainState
 
 if TYPE_CHECKING:

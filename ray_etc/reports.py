@@ -13,7 +13,8 @@ from ray.exceptions import RayActorError
 from ray.train import Checkpoint, UserCallback, WorkerGroupError
 
 from ray_etc.actors.generation import Generation
-from ray_etc.actors.messages import Failed, Progress
+from ray_etc.actors.messages import Progress
+from ray_etc.actors.outcomes import Failed
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.results import ElasticCallback
 

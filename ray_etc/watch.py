@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.generation import Generation
-from ray_etc.actors.messages import not_built
+from ray_etc.actors.outcomes import not_built
 from ray_etc.actors.ray_internals import is_about
 from ray_etc.actors.slots import SlotPool
 from ray_etc.actors.standby import Standbys

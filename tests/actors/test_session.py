@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_etc.actors.session import Context, Session
+from ray_etc.actors.context import Context
+from ray_etc.actors.session import Session
 from ray_etc.actors.state import StateShard, TrainState
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import TensorSpec

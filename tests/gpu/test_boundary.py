@@ -11,8 +11,9 @@ from moves import plan_between
 from processes import Board, run_processes
 
 from ray_etc.actors import sharing
+from ray_etc.actors.context import Context
 from ray_etc.actors.mover import Mover
-from ray_etc.actors.session import Context, GenerationReplaced, Session
+from ray_etc.actors.session import GenerationReplaced, Session
 from ray_etc.actors.state import StateShard, TrainState
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import Shard, TensorSpec

@@ -11,8 +11,9 @@ from logical import RankShards, read
 from oracle import NamedPart, load_with_megatron, memory_by_megatron, parts_by_megatron, save_with_megatron
 
 from ray_etc.actors import sharing
+from ray_etc.actors.context import Context
 from ray_etc.actors.mover import Mover, MoveReport
-from ray_etc.actors.session import Context, open_session
+from ray_etc.actors.session import open_session
 from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.transports import GlooTransport, NcclTransport
 from ray_etc.actors.transports.base import Deadline

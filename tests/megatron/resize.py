@@ -24,8 +24,8 @@ from tiny import MICRO_BATCH_SIZE, build
 
 from ray_etc.actors import sharing
 from ray_etc.actors.certificate import compare
+from ray_etc.actors.context import Context
 from ray_etc.actors.mover import MoveReport
-from ray_etc.actors.session import Context
 from ray_etc.megatron import Task
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.migrate import make_plan

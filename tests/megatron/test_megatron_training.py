@@ -13,7 +13,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from ranks import run_ranks
 from tiny import ONE, build, parallel
 
-from ray_etc.actors.session import Context, open_session
+from ray_etc.actors.context import Context
+from ray_etc.actors.session import open_session
 from ray_etc.actors.small_state import SmallState
 from ray_etc.megatron import GPTConfig
 from ray_etc.megatron.compat import leaf_optimizers

@@ -10,7 +10,8 @@ from matrix import BF16, FP16, PLAIN, mesh
 from models import trainee
 from ranks import run_ranks
 
-from ray_etc.actors.session import Context, Session
+from ray_etc.actors.context import Context
+from ray_etc.actors.session import Session
 from ray_etc.planners.parallel import ParallelConfig
 
 OVERFLOWS = {**FP16, "initial_loss_scale": 2.0**38}

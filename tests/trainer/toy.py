@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 import ray_etc
 from ray_etc.actors.certificate import checksums
+from ray_etc.actors.context import Context
 from ray_etc.actors.faults import Fault, FaultInjector
-from ray_etc.actors.session import Context, current_session
+from ray_etc.actors.session import current_session
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
