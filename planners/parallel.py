@@ -97,7 +97,7 @@ class ParallelConfig:
             size = getattr(self, axis)
             if axis == "expert_tensor_parallel" and size is None:
                 continue
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{axis}={size!r} must be a whole number of at least 1")
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(

@@ -174,5 +174,8 @@ class MigrationPlan:
         """What would move, in words and text tables; see planners/explain.py."""
         return explain(self, links, deadline_s)
 
+    def __str__(self) -> str:
+        return self.explain()
+
     def _repr_html_(self) -> str:
         return explain_html(self)

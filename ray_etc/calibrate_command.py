@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,8 +43,12 @@ class Measured:
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
-    """Measure, print and write; always 0."""
+    """Measure, print and write: 0, or 2 where the file could not be written."""
     import torch
+
+    if not options.out.parent.is_dir():  # before minutes of measuring are lost
+        print(f"error: --out {options.out}: there is no folder {options.out.parent}", file=sys.stderr)
+        return 2
 
     gpus = torch.cuda.device_count()
     measured = measure(gpus or 2, use_gpus=gpus > 0)

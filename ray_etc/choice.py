@@ -20,6 +20,8 @@ def as_chooser(parallel: ParallelConfig | Chooser | None) -> Chooser:
     if isinstance(parallel, ParallelConfig):
         require_trainable(parallel)
         return parallel.with_world_size
+    if not callable(parallel):
+        raise TypeError(f"parallel={parallel!r} is neither a ParallelConfig nor a function from a number to one")
     choose = parallel
 
     def checked(number: int) -> ParallelConfig:
@@ -31,7 +33,12 @@ def as_chooser(parallel: ParallelConfig | Chooser | None) -> Chooser:
 
 
 def require_trainable(parallel: ParallelConfig) -> None:
-    """Raise ValueError where `parallel` has an axis that is planned for, but that nothing trains under yet."""
+    """Raise ValueError where `parallel` has an axis that is planned for, but that nothing trains under yet.
+
+    TypeError where it is no configuration.
+    """
+    if not isinstance(parallel, ParallelConfig):
+        raise TypeError(f"{parallel!r} is no ParallelConfig")
     if parallel.fully_sharded:
         raise ValueError(
             "fully_sharded=True can be planned (`python -m ray_etc plan`), but not trained under yet; leave it out"

@@ -140,9 +140,10 @@ class Controller:
             if time.monotonic() > deadline:
                 numbers = range(fewest, aim.number + 1)
                 needed = next((n for n in numbers if largest(aim.chooser, n, lambda parallel: None)), aim.number)
+                fewer = "lower num_workers" if usable else "ask for less a worker (use_gpu, resources_per_worker)"
                 raise TimeoutError(
                     f"{usable} slots of {self.job.resources} after {self.job.start_timeout_s:.0f} s, but "
-                    f"num_workers={self.scaling.num_workers} needs {needed}: add nodes, or lower num_workers"
+                    f"num_workers={self.scaling.num_workers} needs {needed}: add nodes, or {fewer}"
                 )
 
     def _resize(self, old: Generation, resize: Resize) -> None:

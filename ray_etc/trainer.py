@@ -91,6 +91,10 @@ class ElasticTrainer:
         self.warm_standbys = warm_standbys
         if (gpus := slot_resources(self.scaling_config).get("GPU", 0.0)) > 1:
             raise ValueError(f"{gpus:g} GPUs a worker: a rank trains on one; use at most 1 in resources_per_worker")
+        for name in ("timeout_s", "start_timeout_s", "slot_nbytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or value <= 0):
+                raise ValueError(f"{name}={value!r} must be a number above 0")
         smallest, most = max(1, self.scaling_config.min_workers), self.scaling_config.max_workers
         if (
             isinstance(parallel, ParallelConfig)
@@ -174,6 +178,8 @@ class ElasticRun:
 
         Slots that are not there yet are taken to be on a node of their own.
         """
+        if self._controller.activity == "ended":
+            raise RuntimeError("the run has ended, so nothing would move")
         target = self._target(num_workers, parallel)
         held = self._controller.held()
         if not held:
@@ -228,6 +234,8 @@ class ElasticRun:
     def _target(self, num_workers: int | None, parallel: ParallelConfig | None) -> ParallelConfig:
         if (num_workers is None) == (parallel is None):
             raise ValueError("give either num_workers or parallel")
+        if num_workers is not None and not isinstance(num_workers, int):
+            raise TypeError(f"num_workers={num_workers!r} is no whole number; a configuration goes into parallel=")
         target = parallel if parallel is not None else self._controller.requests.aim.chooser(num_workers or 0)
         require_trainable(target)
         low, high = self._scaling.min_workers, self._scaling.max_workers

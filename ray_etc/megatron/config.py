@@ -209,7 +209,13 @@ def _check_experts(model: GPTConfig, parallel: ParallelConfig) -> None:
 def _check_sequence(model: GPTConfig, parallel: ParallelConfig) -> None:
     # The ranks of a context each hold two chunks, one from either end.
     chunks = 2 * parallel.context_parallel if parallel.context_parallel > 1 else 1
-    _require_divisor("sequence_length", model.sequence_length, "2 x context_parallel", chunks)
+    length = model.sequence_length
+    if length % chunks:
+        usable = [n for n in _divisors(length) if n == 1 or length % (2 * n) == 0]
+        raise ValueError(
+            f"sequence_length={length} cannot be split by 2 x context_parallel={parallel.context_parallel} = {chunks}; "
+            f"use context_parallel={_choices(usable)}"
+        )
     if parallel.sequence_parallel:
         length = model.sequence_length // parallel.context_parallel
         name = "sequence_length" if chunks == 1 else "sequence_length / context_parallel"

@@ -50,3 +50,12 @@ def test_calibration_on_cpus_writes_a_table_that_loads(
 def test_process_that_fails_is_named() -> None:
     with pytest.raises(RuntimeError, match="process 0 of the calibration failed"):
         calibrate_command.measure(1, use_gpus=True)
+
+
+def test_a_missing_folder_is_named_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate_command, "measure", lambda *_, **__: pytest.fail("measured"))
+    out = tmp_path / "none" / "links.json"
+    assert run_calibrate(CalibrateOptions(out)) == 2
+    assert capsys.readouterr().err == f"error: --out {out}: there is no folder {out.parent}\n"

@@ -56,7 +56,7 @@ BATCH = BatchConfig(global_batch_size=8, micro_batch_size=2)
         (
             {"sequence_length": 18},
             ParallelConfig(context_parallel=2),
-            "sequence_length=18 cannot be split by 2 x context_parallel=4; use 1, 2, 3, 6, 9 or 18",
+            "sequence_length=18 cannot be split by 2 x context_parallel=2 = 4; use context_parallel=1, 3 or 9",
         ),
         (
             {"sequence_length": 12},

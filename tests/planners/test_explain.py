@@ -35,7 +35,7 @@ def test_tp2_to_tp2_dp2_in_words() -> None:
     assert all(kind in text for kind in ("param", "main_param", "exp_avg"))
     assert f"on the wire       {size(plan.nbytes_wire)}" in text
     assert all(len(line) <= 100 for line in text.splitlines())
-    assert text == plan_for(2, 4).explain()
+    assert text == plan_for(2, 4).explain() == str(plan)
 
 
 def test_nothing_moves_in_words() -> None:

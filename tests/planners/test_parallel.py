@@ -13,6 +13,7 @@ from ray_etc.planners.parallel import Coordinate, ParallelConfig
     ("axes", "message"),
     [
         ({"tensor_parallel": 0}, "tensor_parallel=0 must be a whole number of at least 1"),
+        ({"pipeline_parallel": True}, "pipeline_parallel=True must be a whole number of at least 1"),
         ({"expert_tensor_parallel": 0}, "expert_tensor_parallel=0 must be a whole number of at least 1"),
         (
             {"data_parallel": 96, "expert_parallel": 64},

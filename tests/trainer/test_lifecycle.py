@@ -57,8 +57,12 @@ def test_impossible_requests_are_refused_before_anything_starts(nodes: Any, tmp_
         run.resize(9)
     with pytest.raises(ValueError, match="either num_workers or parallel"):
         run.resize()
+    with pytest.raises(TypeError, match="is no whole number; a configuration goes into parallel="):
+        run.resize(ParallelConfig(data_parallel=2))  # type: ignore[arg-type]
     assert run.resizes == []
     check_exact(finish(run, tmp_path))
+    with pytest.raises(RuntimeError, match=r"^the run has ended, so nothing would move$"):
+        run.plan(1)
 
 
 def test_user_error_names_rank_and_step_and_comes_first(nodes: Any, tmp_path: Path) -> None:
@@ -85,6 +89,21 @@ def test_fewer_slots_than_asked_for(nodes: Any) -> None:
     trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=(2, 4)), start_timeout_s=3.0)
     with pytest.raises(WorkerGroupError, match=r"1 slots of {'CPU': 1.0} after 3 s, but num_workers=\(2, 4\) needs 2"):
         trainer.fit()
+
+
+def test_no_slot_at_all_is_not_cured_by_fewer_workers(nodes: Any) -> None:
+    nodes.add(1)
+    trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=1, use_gpu=True), start_timeout_s=3.0)
+    with pytest.raises(
+        WorkerGroupError, match=r"0 slots of {'GPU': 1.0} .* add nodes, or ask for less a worker \(use_gpu"
+    ):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("given", [{"slot_nbytes": "1GB"}, {"timeout_s": 0}, {"start_timeout_s": -1.0}])
+def test_limits_that_are_none(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^(slot_nbytes|timeout_s|start_timeout_s)=.* must be a number above 0$"):
+        ElasticTrainer(train, **given)
 
 
 def test_axes_that_num_workers_cannot_hold() -> None:
