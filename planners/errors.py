@@ -78,7 +78,7 @@ class DoesNotFit(ValueError):  # noqa: N818
             f"slot {self.slot} on {self.node} has no room for the resize: keeping the old state needs "
             f"{size(self.safe)} of {size(max(self.safe_room, 0))} there are, releasing it phase by phase "
             f"{size(self.tight)} of {size(max(self.tight_room, 0))}, {size(self.tight - self.tight_room)} too much; "
-            "spread the state over more slots, or let training use less of each"
+            "spread the state over more slots, let training use less of each, or raise slot_nbytes where it was given"
         )
 
 

@@ -196,11 +196,11 @@ class ElasticRun:
         """Move to another number of ranks, or to another configuration, and wait until that has happened.
 
         From then on this is what the trainer aims for: it asks Ray for so many slots, and shrinks and grows along
-        the data-parallel axis of this configuration.
+        the data-parallel axis of this configuration. To the configuration that it has, it moves into new processes.
 
         Raises:
             ValueError: the state cannot live under that configuration; nothing was started.
-            ResizeFailed: it was tried and given up; training goes on as before.
+            ResizeFailed: a slot has no room for it, or it was tried and given up; training goes on as before.
             TimeoutError: slots or a step boundary did not come in time.
         """
         target = self._target(num_workers, parallel)
