@@ -31,6 +31,7 @@ from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.placement import known_tensors, place
 from ray_etc.planners.policy import Noop, Recover, Resize, Situation, decide
+from ray_etc.planners.words import size
 from ray_etc.reports import ReportBook
 from ray_etc.requests import Aim, RequestBox
 from ray_etc.watch import TICK_S, RunEnded, Stopped, Watch
@@ -118,6 +119,12 @@ class Controller:
         except (RunEnded, ResizeFailed):
             self._ended(generation)  # raises the user's own error where there is one
             raise
+        held = max(sum(entered.allocations.nbytes) for entered in generation.entered)
+        if held > (self.job.slot_nbytes or held):
+            raise ValueError(
+                f"a rank of {parallel} holds {size(held)} of state, more than slot_nbytes={self.job.slot_nbytes} "
+                f"({size(self.job.slot_nbytes or 0)}); raise it, or spread the state over more ranks"
+            )
         self._tensors = known_tensors(list(generation.layouts().values()))
         for rank in generation.ranks:
             rank.begin.remote(0)
@@ -157,6 +164,7 @@ class Controller:
                 self._grow_not_before = time.monotonic() + RETRY_GROWTH_S
             else:
                 self._drain_not_before = time.monotonic() + RETRY_DRAIN_S
+            self.activity = "training"
             self._give_up(record, error)
             if isinstance(error, StateLost):
                 raise error.__cause__ if isinstance(error.__cause__, Stopped) else error from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.train import WorkerGroupError
 from runs import check_exact, finish, start, wait_for_step
 
 from ray_etc import ParallelConfig, ResizeFailed
@@ -74,7 +75,16 @@ def test_resize_without_room_is_refused_with_the_numbers(nodes: Any, tmp_path: P
     numbers = r"needs 1\.1 KiB of 500 B there are, releasing it phase by phase 856 B of 500 B, 356 B too much"
     with pytest.raises(ResizeFailed, match=rf"slot 0 on \w+ has no room for the resize: .*{numbers}"):
         run.resize(parallel=PLAIN)
+    assert run.status().activity.startswith("training")
     wait_for_step(run)
     result = finish(run, tmp_path)
     check_exact(result)
     assert "prepare" not in result.resizes[0].phases
+
+
+def test_run_whose_slots_are_smaller_than_the_state_does_not_begin(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    with pytest.raises(
+        WorkerGroupError, match=r"ValueError: a rank of .*DP2 ZeRO-1 holds 360 B of state, more than slot_nbytes=300"
+    ):
+        start(tmp_path, (1, 2), slot_nbytes=300).result(60.0)
