@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -25,7 +25,6 @@ from ray_etc.actors import sharing
 from ray_etc.actors.context import Context
 from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.imports import import_all, import_all_in_background
-from ray_etc.actors.managed import ManagedMemory
 from ray_etc.actors.memory import StateMemory, limit_training
 from ray_etc.actors.messages import Boundary, Entered, Load, Progress, Usage
 from ray_etc.actors.mover import Mover, MoveReport
@@ -37,6 +36,9 @@ from ray_etc.actors.transports import close_group, get_group, open_group
 from ray_etc.planners.layout import RankLayout
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
 from ray_etc.planners.rank_plan import RankPlan
+
+if TYPE_CHECKING:
+    from ray_etc.actors.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Rank:
     def __init__(self) -> None:
         self._is_taken = threading.Event()
         self._store: dist.TCPStore | None = None
-        self._managed: ManagedMemory | None = None
+        self._on_host: HostMemory | None = None
         self._memory: StateMemory | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
@@ -111,15 +113,17 @@ class Rank:
         """Join the generation's process group and run the user's loop to its end.
 
         `limit` is its share of a GPU, and what all processes of a slot may have of its memory. Where the state is
-        emptied once it is built, it is built in managed memory.
+        emptied once it is built, it is built in memory of the host.
         """
         self._share = limit[0] or 1.0
         try:
             self._join_world(store, timeout_s)
             if torch.cuda.is_available() and is_emptied:
-                self._managed = ManagedMemory()
+                from ray_etc.actors.host_memory import HostMemory  # what it needs comes with torch for CUDA
+
+                self._on_host = HostMemory()
                 self._session.on_enter = partial(self._end_build, limit)
-                self._managed.begin()
+                self._on_host.begin()
             elif torch.cuda.is_available():
                 limit_training(*limit)
             value = loop(config) if config is not None else loop()
@@ -145,8 +149,8 @@ class Rank:
         self._memory = StateMemory(state.views(), state.scratch)
         if is_emptied:
             self._memory.empty()
-            if self._managed is not None:
-                self._managed.drop()
+            if self._on_host is not None:
+                self._on_host.settle()
         shared = None if is_emptied else self._memory.share()
         return Entered(state.layout(), shared, self._memory.allocations, state.derived)
 
@@ -315,9 +319,9 @@ class Rank:
         return held
 
     def _end_build(self, limit: tuple[float, int | None]) -> None:
-        assert self._managed is not None
-        self._managed.end()
-        limit_training(*limit)  # managed memory would count
+        assert self._on_host is not None
+        self._on_host.end()
+        limit_training(*limit)  # memory of the host would count
 
     def _held_memory(self) -> StateMemory:
         assert self._memory is not None, "the train loop has not entered ray_etc.steps()"

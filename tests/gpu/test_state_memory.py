@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,36 +17,56 @@ from ray_etc.actors.passes import Job, Pass
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
+MIB = 2**20
 GIB = 2**30
 
 
-def test_built_emptied_and_made_again() -> None:
-    from ray_etc.actors.managed import ManagedMemory
-
+@pytest.fixture
+def filler() -> Iterator[torch.Tensor]:
+    """All but 4 GiB of a GPU; the traceback of a test that failed would keep it from the tests that follow."""
     torch.zeros(1, device="cuda")
     free, _ = torch.cuda.mem_get_info()
     filler = torch.empty(free - 4 * GIB, dtype=torch.uint8, device="cuda")
+    yield filler
+    filler.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+
+
+def test_built_emptied_and_made_again(filler: torch.Tensor) -> None:
+    from ray_etc.actors.host_memory import HostMemory
+
     before, _ = torch.cuda.mem_get_info()
-    managed = ManagedMemory()
-    managed.begin()
+    on_host = HostMemory()
+    on_host.begin()
     weights = [torch.ones(2 * GIB // 4, device="cuda") for _ in range(4)]
-    table = torch.arange(1000, device="cuda")
+    tables = [torch.arange(n, device="cuda") for n in (1000, 1 << 26)]
     weights[0].mul_(3.0)
-    managed.end()
+    tables[1].neg_()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    on_host.end()
     memory = StateMemory(weights)
     during, _ = torch.cuda.mem_get_info()
     assert before - during < GIB
+    assert on_host.nbytes > 8 * GIB
+    addresses = [table.data_ptr() for table in tables]
     memory.empty()
-    managed.drop()
-    del filler
+    on_host.settle()
+    assert 512 * MIB <= on_host.nbytes < 640 * MIB
+    settled, _ = torch.cuda.mem_get_info()
+    assert 256 * MIB < during - settled < GIB  # the driver has a part of it at hand
+    assert addresses == [table.data_ptr() for table in tables]
+    assert [table.sum().item() for table in tables] == [499500, -(((1 << 26) - 1) << 25)]
+    filler.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
     memory.make(range(len(weights)))
-    after, _ = torch.cuda.mem_get_info()
-    assert free - after > 7 * GIB
+    assert all(weight.untyped_storage().nbytes() == 2 * GIB for weight in weights)
     weights[0].fill_(2.0)
     assert float((weights[0] @ weights[0]).cpu()) == 4.0 * weights[0].numel()
     assert not weights[1].any()
-    assert table.sum().item() == 499500
+    del tables
+    torch.cuda.empty_cache()
+    assert on_host.nbytes == 0
 
 
 READERS = {0: 0, 1: 1, 2: 2}
