@@ -41,10 +41,11 @@ def against_baselines(
     places: Mapping[str, Path],
     staging_nbytes: int,
     direct_nbytes: int,
+    repeats: int,
 ) -> Iterator[dict[str, Any]]:
     """The handover of a state, and checkpoints of the same state: all that is known after each of them."""
     case = Case("baseline_state", model, mesh(dp=slots), mesh(tp=slots))
-    moved = run_case(case, rates, use_cpu, staging_nbytes, direct_nbytes)
+    moved = run_case(case, rates, use_cpu, staging_nbytes, direct_nbytes, repeats)
     result: dict[str, Any] = {"handover": moved, "checkpoint_s": {}}
     for name, figures in measure_baselines(model.tensors(), places, 0 if use_cpu else torch.cuda.device_count(), slots):
         result[name] = figures
@@ -59,6 +60,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, help="2, 4 or 8; as many as there are GPUs by default, 2 with --cpu")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--layers", type=int, help="at most so many in every model; an even number")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each handover is made again")
     parser.add_argument("--staging-mib", type=int, default=512, help="bytes that a rank sends in one round, in MiB")
     parser.add_argument("--direct-mib", type=int, default=512, help="slices of this size go without packing, in MiB")
     parser.add_argument("--baseline-layers", type=int, default=4, help="of a state that is checkpointed too; 0: none")
@@ -87,6 +89,7 @@ def main() -> int:
     keep("rates", rates)
     unit = 1024 if arguments.cpu else MIB
     sizes = (arguments.staging_mib * unit, arguments.direct_mib * unit)
+    how = (*sizes, arguments.repeats)
     done: list[dict[str, Any]] = []
 
     def measure(case: Case, run: Callable[[], dict[str, Any]]) -> None:
@@ -99,7 +102,7 @@ def main() -> int:
         keep("cases", done)
 
     for case in cases_for(slots, model_named):
-        measure(case, partial(run_case, case, rates, arguments.cpu, *sizes))
+        measure(case, partial(run_case, case, rates, arguments.cpu, *how))
     for case in tight_cases(model):
         measure(case, partial(run_tight, case, arguments.cpu, sizes[0]))
     headroom = headroom_case(model, arguments.cpu)
@@ -111,7 +114,7 @@ def main() -> int:
     if arguments.baseline_layers:
         shallow = TINY if arguments.cpu else replace(model, num_layers=arguments.baseline_layers)
         places = {"memory": arguments.memory, "disk": arguments.disk}
-        for each in against_baselines(shallow, slots, rates, arguments.cpu, places, *sizes):
+        for each in against_baselines(shallow, slots, rates, arguments.cpu, places, *how):
             keep("baselines", each)
     keep("rates_after", measure_rates(arguments.cpu, slots))
     baselines = [each for each in result.get("baselines", {}).values() if isinstance(each, dict)]

@@ -120,7 +120,9 @@ class Generations:
         end_all([*self.new.values(), *self.old.values()])
 
 
-def run_case(case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes: int, direct_nbytes: int) -> Any:
+def run_case(
+    case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes: int, direct_nbytes: int, repeats: int
+) -> Any:
     started = time.monotonic()
     plan = plan_of(case, staging_nbytes)
     plan.check()
@@ -134,14 +136,16 @@ def run_case(case: Case, rates: dict[str, float], use_cpu: bool, staging_nbytes:
             return {"case": case.name, "refused": f"needs {needed} bytes of a GPU's {room}", "is_right": True}
     generations = Generations(case, plan, use_cpu, direct_nbytes)
     try:
-        result = measure(case, plan, generations, rates)
+        result = measure(case, plan, generations, rates, repeats)
     finally:
         generations.end()
     result["case_s"] = time.monotonic() - started
     return result
 
 
-def measure(case: Case, plan: MigrationPlan, generations: Generations, rates: dict[str, float]) -> dict[str, Any]:
+def measure(
+    case: Case, plan: MigrationPlan, generations: Generations, rates: dict[str, float], repeats: int
+) -> dict[str, Any]:
     old = list(generations.old.values())
     result: dict[str, Any] = {"case": case.name, "source": str(case.source), "target": str(case.target)}
     if case.trains:
@@ -163,7 +167,7 @@ def measure(case: Case, plan: MigrationPlan, generations: Generations, rates: di
         owners = [side[slot] for side in (generations.old, generations.new) if slot in side]
         peaks[slot] = sum(call_all(owners, "peak_nbytes"))
     right = call_all(new, "is_right")
-    for _ in range(3):
+    for _ in range(repeats):
         call_all(new, "spoil")
         runs.append(generations.move())
     right += call_all(new, "is_right")
