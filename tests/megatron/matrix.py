@@ -100,7 +100,8 @@ NO_FP32 = "Megatron cannot save an optimizer without ZeRO-1 of weights some of w
 NO_SGD = "Megatron cannot load the optimizer state of SGD"
 NO_EXPERTS = "Megatron cannot save the optimizer of a stage that has no experts while others have some"
 TWO_COPIES = (
-    "Megatron's checkpoint loses the end of the optimizer state of an embedding that the first and the last stage hold"
+    "Megatron's checkpoint loses the end of the optimizer state of an embedding that the first and the last stage "
+    "hold, or has another's for it"
 )
 
 DENSE = [
@@ -143,6 +144,7 @@ DENSE = [
 ]
 
 MAMBA = "hybrid with a stand-in of Mamba's scan"
+DELTA = "hybrid with a stand-in of fla's gated delta nets"
 
 ATTENTION = [
     Row("llama, QK norms and biases", mesh(tp=2), mesh(pp=2), BF16, quick=True),
@@ -161,6 +163,12 @@ ATTENTION = [
     Row("hybrid", mesh(tp=2, dp=2), mesh(pp=2, dp=2)),
     Row(MAMBA, mesh(dp=2), mesh(tp=2), BF16, quick=True),
     Row(MAMBA, mesh(tp=2, pp=2), mesh(dp=3)),
+    Row(DELTA, mesh(dp=2), mesh(tp=2), BF16, quick=True),
+    Row(DELTA, mesh(tp=2, pp=2), mesh(dp=3)),
+    Row("hybrid with two heads", mesh(pp=2), mesh(tp=2), BF16, quick=True),
+    Row("hybrid with two heads", mesh(tp=2, pp=2), mesh(dp=3), oracle="catalogue", why=TWO_COPIES),
+    Row("hybrid with three heads", mesh(dp=2), mesh(tp=2), BF16),
+    Row("hybrid with latent attention", mesh(tp=2), mesh(pp=2), BF16),
     Row("two heads", mesh(pp=2), mesh(tp=2), BF16, quick=True),
     Row("two heads", mesh(tp=2, pp=2), mesh(dp=3), oracle="catalogue", why=TWO_COPIES),
     Row("three heads", mesh(dp=2), mesh(tp=2), BF16),
@@ -230,6 +238,7 @@ PIPELINE = [
     # These models name their stages in a pattern of their own.
     Row("hybrid", mesh(pp=2, vpp=2), mesh(tp=2), BF16, quick=True),
     Row("hybrid", mesh(pp=2, pipeline_layers=(1, 3)), mesh(tp=2), BF16),
+    Row("hybrid with two heads", mesh(pp=2, vpp=2), mesh(tp=2), BF16, oracle="catalogue", why=TWO_COPIES),
     Row("hybrid with experts", mesh(pp=2, pipeline_layers=(3, 1)), mesh(dp=2, ep=2), BF16),
     Row("experts in some layers", mesh(pp=2, pipeline_layers=(3, 1)), mesh(dp=2, ep=2), BF16, FOUR_LAYERS),
 ]
@@ -241,6 +250,7 @@ CONTEXT = [
     Row("llama", mesh(pp=2, cp=2, vpp=2), mesh(tp=2, dp=2), BF16, FOUR_LAYERS),
     Row("gpt2", mesh(dp=2, cp=2, **PLAIN), mesh(cp=4), BF16),
     Row("hybrid", mesh(cp=2), mesh(tp=2), BF16),
+    Row(DELTA, mesh(cp=2), mesh(dp=2), BF16),
     Row("two heads", mesh(cp=2), mesh(tp=2), BF16),
     Row("latent attention", mesh(cp=2), mesh(tp=2), BF16),
     Row("experts", mesh(cp=2, ep=2), mesh(dp=2, ep=2), BF16),

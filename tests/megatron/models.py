@@ -13,34 +13,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fused_adam import in_place_of_transformer_engine
 from grouped import group_experts
-from mamba import mamba_layer
+from hybrid import hybrid_spec
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hybrid import hybrid_block
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
 from megatron.core.utils import unwrap_model
 
 import ray_etc.megatron
 from ray_etc.actors.session import is_first_generation
 from ray_etc.megatron import cpu, mesh
-from ray_etc.megatron.spec import context_positions, local_block_spec, local_mtp_spec, local_norm, localize
+from ray_etc.megatron.spec import context_positions, local_block_spec, local_mtp_spec
 from ray_etc.megatron.streams import seed_streams
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -160,6 +150,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 8,
         "mamba_num_groups": 2,
     },
+    "hybrid with a stand-in of fla's gated delta nets": {
+        **LLAMA,
+        "num_layers": 4,
+        "hybrid_layer_pattern": "G*G-",
+        "deterministic_mode": True,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "hybrid with latent attention": {**LATENT, "num_layers": 4, "hybrid_layer_pattern": "+-+-"},
+    "hybrid with two heads": {**LLAMA, **HEADS, "num_layers": 4, "hybrid_layer_pattern": "*-*-/*-"},
+    "hybrid with three heads": {
+        **LLAMA,
+        **HEADS,
+        "mtp_num_layers": 2,
+        "num_layers": 4,
+        "hybrid_layer_pattern": "*-*-/*-/*-",
+    },
     "two heads": {**LLAMA, **HEADS},
     "three heads": {**LLAMA, **HEADS, "mtp_num_layers": 2},
     "two heads, tied": {**LLAMA, **HEADS, "is_tied": True},
@@ -242,7 +252,8 @@ class Trainee:
         pattern = given.pop("hybrid_layer_pattern", None)
         if pattern and (self._parallel.virtual_pipeline > 1 or self._parallel.pipeline_layers):
             ends = list(accumulate(self._parallel.layers_of_virtual_stages(given["num_layers"]), initial=0))
-            pattern = "|".join(pattern[first:end] for first, end in pairwise(ends))
+            layers, *heads = pattern.split("/")
+            pattern = "/".join(["|".join(layers[first:end] for first, end in pairwise(ends)), *heads])
         config_type = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
         axes = mesh.transformer_arguments(self._parallel, given["num_layers"], given.get("mtp_num_layers") or 0)
         if given.pop("uneven_by_ends", False) and self._parallel.pipeline_layers:  # the other way to say it
@@ -276,7 +287,7 @@ class Trainee:
                     group_experts(layer)
                 module = GPTModel(config, block, **here, mtp_block_spec=local_mtp_spec(config, block, stage))
             else:
-                module = HybridModel(config, _hybrid_spec(config), **here, hybrid_layer_pattern=pattern)
+                module = HybridModel(config, hybrid_spec(config), **here, hybrid_layer_pattern=pattern)
             module.to(torch.cuda.current_device())  # learned positions, for one, are made on the host
             _zero_padding(module, self.config.vocab_size)
             if dtype != torch.float32:
@@ -353,34 +364,6 @@ class Trainee:
 def trainee(model: str, optimizer: Mapping[str, Any], batch_size: int, **change: Any) -> Callable[..., Trainee]:
     """What makes the model of that name, changed, under a parallel configuration."""
     return partial(Trainee, model={**MODELS[model], **change}, optimizer=optimizer, batch_size=batch_size)
-
-
-def _hybrid_spec(config: TransformerConfig) -> ModuleSpec:
-    """The layers of a HybridModel: attention, MLP and experts each on their own, here from Megatron's local modules.
-
-    Its stack ends in a norm of Transformer Engine's, in whose place is another.
-    """
-    hybrid_block.TENorm = local_norm
-    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization=config.normalization)
-    for layer in specs:
-        localize(layer)
-    dense, experts = (specs[at].submodules for at in (0, -1))
-    attention = TransformerLayerSubmodules(
-        input_layernorm=local_norm, self_attention=dense.self_attention, self_attn_bda=dense.self_attn_bda
-    )
-
-    def mlp(parts: Any) -> TransformerLayerSubmodules:
-        return TransformerLayerSubmodules(pre_mlp_layernorm=local_norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
-
-    return ModuleSpec(
-        HybridStack,
-        submodules=HybridStackSubmodules(
-            mamba_layer=mamba_layer(),
-            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp(dense)),
-            moe_layer=ModuleSpec(MoETransformerLayer, submodules=mlp(experts)),
-        ),
-    )
 
 
 def _padded_columns(vocab_size: int, logits: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ together out of what the old ranks said they held.
 
 Not yet run for real is what needs Transformer Engine, which is not to be had where these tests run: its grouped
 experts, and its Adam for Megatron's precision-aware optimizer (`fused_adam`). Their rows are of stand-ins for it, with
-its interface. So are those of Mamba's layers, whose kernels need a GPU.
+its interface. So are those of Mamba's layers and of gated delta nets, whose kernels need a GPU.
 """
 
 

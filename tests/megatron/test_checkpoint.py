@@ -210,8 +210,10 @@ def test_after_a_resize_it_is_that_of_a_run_built_so(tmp_path: Path) -> None:
     assert differing(resized, built) == []
 
 
-def catalogued(config: ParallelConfig, optimizer: dict[str, Any], folder: Path, is_saving: bool) -> RankShards:
-    task = trainee("llama", optimizer, 4)(config)
+def catalogued(
+    model: str, config: ParallelConfig, optimizer: dict[str, Any], folder: Path, is_saving: bool
+) -> RankShards:
+    task = trainee(model, optimizer, 4)(config)
     if is_saving:
         task.train_step()
         task.state.save_checkpoint(folder, 1)
@@ -220,11 +222,21 @@ def catalogued(config: ParallelConfig, optimizer: dict[str, Any], folder: Path, 
     return read(task.state)
 
 
-def test_the_optimizer_state_of_several_buckets_is_that_of_its_own_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "old", "optimizer"),
+    [
+        ("llama", mesh(dp=2), {"overlap_grad_reduce": True, "bucket_size": 500, **BF16}),
+        # An embedding that two stages hold has a bucket of its own.
+        pytest.param("hybrid with two heads", mesh(pp=2, vpp=2), BF16, marks=pytest.mark.slow),
+    ],
+    ids=["by size", "an embedding alone"],
+)
+def test_the_optimizer_state_of_several_buckets_is_that_of_its_own_weights(
+    model: str, old: ParallelConfig, optimizer: dict[str, Any], tmp_path: Path
+) -> None:
     """Megatron by itself saves that of others: it leaves out the padding between buckets, and then counts with it."""
-    buckets = {"overlap_grad_reduce": True, "bucket_size": 500, **BF16}
-    before = whole(run_ranks(catalogued, 2, mesh(dp=2), buckets, tmp_path, True))
-    after = whole(run_ranks(catalogued, 1, mesh(), BF16, tmp_path, False))
+    before = whole(run_ranks(catalogued, 2, model, old, optimizer, tmp_path, True))
+    after = whole(run_ranks(catalogued, 1, model, mesh(), BF16, tmp_path, False))
     assert differing_logical(before, after) == []
 
 
@@ -248,7 +260,7 @@ def test_main_weights_of_which_there_are_remainders_are_saved_whole(tmp_path: Pa
     assert [is_same for _, is_same in ranks] == [True, True]
     saved = whole([shards for shards, _ in ranks])
     whole_mains = {**MOMENTS, **WHOLE_MAINS}
-    loaded = whole(run_ranks(catalogued, 2, mesh(tp=2), whole_mains, tmp_path / "ours", False))
+    loaded = whole(run_ranks(catalogued, 2, "llama", mesh(tp=2), whole_mains, tmp_path / "ours", False))
     for name in (name for kind, name in saved if kind == "main_param_remainder"):
         main = join(saved["param", name], saved["main_param_remainder", name])
         assert torch.equal(main, loaded["main_param", name])
@@ -259,13 +271,13 @@ def test_main_weights_of_which_there_are_remainders_are_saved_whole(tmp_path: Pa
 
 def refusal(optimizer: dict[str, Any], folder: Path) -> str:
     with pytest.raises(ValueError, match="checkpoint") as caught:
-        catalogued(mesh(), optimizer, folder, False)
+        catalogued("llama", mesh(), optimizer, folder, False)
     return str(caught.value)
 
 
 def test_what_is_not_whole_or_not_alike_is_refused(tmp_path: Path) -> None:
     """Others: moments were dropped without a word, and training went on."""
-    run_ranks(catalogued, 1, mesh(), BF16, tmp_path, True)
+    run_ranks(catalogued, 1, "llama", mesh(), BF16, tmp_path, True)
     place = tmp_path / "iter_0000001"
     assert "is of another data type" in run_ranks(refusal, 1, {}, place)[0]
     metadata = pickle.loads((place / ".metadata").read_bytes())
