@@ -9,12 +9,12 @@ are instead of pausing at an agreed step, and the new ranks map their memory.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray_etc.actors import quiesce
 from ray_etc.actors.certificate import compare
-from ray_etc.actors.errors import HoldsMore, StateLost
+from ray_etc.actors.errors import HoldsMore, ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob, Wait
 from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.messages import Boundary
@@ -122,6 +122,8 @@ class Handover:
         with self._record.phase("plan"):
             plan = self._plan(sources)
             phased = self._choose_mode(plan)
+            if not self._old.dead:  # else there is no going on without it, however long it takes
+                self._require_time([phase.plan for phase in phased.phases] if phased else [plan])
         with self._record.phase("connect"):
             self._connect(plan)
             if phased is None:
@@ -180,6 +182,16 @@ class Handover:
         self._record.nbytes_lower_bound = plan.nbytes_lower_bound
         self._record.move_s_predicted = facts_of(plan, self._job.links).seconds.total
         return plan
+
+    def _require_time(self, moves: Sequence[MigrationPlan]) -> None:
+        """Raise ResizeFailed where training would stand still until the deadline in vain."""
+        seconds = max(facts_of(move, self._job.links).seconds.total for move in moves)
+        if seconds > self._timeout_s:
+            raise ResizeFailed(
+                f"to move {size(self._record.nbytes_wire + self._record.nbytes_local)} takes {seconds:.0f} s at the "
+                f"speeds of `links`, more than timeout_s={self._timeout_s:g}; raise timeout_s, or calibrate the links "
+                "where they are faster"
+            )
 
     def _release_old(self) -> None:
         """Make room for the first step of the new generation, which has everything."""

@@ -55,7 +55,7 @@ class ElasticTrainer:
             checkpoint stays where the train loop wrote it, and all are kept. Its failure configuration has nothing to
             bound yet: a death whose state the survivors hold loses no step, and any other ends the run.
         timeout_s: for each single step of a handover. A peer that is silent for longer makes it fail, and the old
-            generation goes on.
+            generation goes on. A resize whose move takes longer at the speeds of `links` is refused before the pause.
         start_timeout_s: for slots to become available, and for a generation to build its model.
         slot_nbytes: what all processes in a slot may have of its memory together; by default all of a GPU, and as much
             as they want on CPUs. Where the old state and the new one do not fit into it together, a resize releases

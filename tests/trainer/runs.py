@@ -16,7 +16,7 @@ from ray.train import RunConfig, ScalingConfig
 from toy import BATCH, Faults, expected_weights, samples_of, train
 
 import ray_etc
-from ray_etc import ElasticRun, ElasticTrainer, ParallelConfig, ResizeFailed, controller
+from ray_etc import ElasticRun, ElasticTrainer, Links, ParallelConfig, ResizeFailed, controller
 
 
 def start(
@@ -29,6 +29,7 @@ def start(
     callbacks: list[Any] | None = None,
     scaling: dict[str, Any] | None = None,
     slot_nbytes: int | None = None,
+    links: Links | None = None,
     warm_standbys: bool = False,
     **config: Any,
 ) -> ElasticRun:
@@ -46,6 +47,7 @@ def start(
             run_config=RunConfig(name="toy", callbacks=callbacks),
             timeout_s=timeout_s,
             slot_nbytes=slot_nbytes,
+            links=links,
             warm_standbys=warm_standbys,
         ).start()
         wait_until(run, lambda: run.status().slots_usable >= slots)

@@ -1,4 +1,4 @@
-"""Resizes where a slot has too little memory for the old and the new state together.
+"""Resizes where a slot has too little memory for the old and the new state together, or the links too little speed.
 
 A rank of DP2 with ZeRO-1 holds 60 weights and 30 moments, 360 bytes; one of plain DP2 120 numbers, 480 bytes.
 """
@@ -12,7 +12,7 @@ import pytest
 from ray.train import WorkerGroupError
 from runs import check_exact, finish, start, wait_for_step
 
-from ray_etc import ParallelConfig, ResizeFailed
+from ray_etc import Links, ParallelConfig, ResizeFailed
 from ray_etc.actors.faults import Fault
 
 pytestmark = pytest.mark.ray
@@ -80,6 +80,20 @@ def test_resize_without_room_is_refused_with_the_numbers(nodes: Any, tmp_path: P
     result = finish(run, tmp_path)
     check_exact(result)
     assert "prepare" not in result.resizes[0].phases
+
+
+def test_resize_over_links_too_slow_for_it_is_refused_with_the_numbers(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(2)
+    run = start(tmp_path, (1, 2), links=Links(same_node_bytes_per_s=2.0), timeout_s=50.0)
+    wait_for_step(run)
+    with pytest.raises(
+        ResizeFailed, match=r"to move 960 B takes 60 s at the speeds of `links`, more than timeout_s=50"
+    ):
+        run.resize(parallel=PLAIN)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert "quiesce" not in result.resizes[0].phases
 
 
 def test_run_whose_slots_are_smaller_than_the_state_does_not_begin(nodes: Any, tmp_path: Path) -> None:
