@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from matrix import mesh
 from megatron.core import num_microbatches_calculator
-from models import trainee
 from ranks import run_ranks
 from resize import Generation, Run, Stage, hand_over, run, start_next
 from test_resized_runs import TOLERANCE, largest_difference
 from tiny import ONE, build, parallel
+from trainee import trainee
 
 import ray_etc.megatron
 from ray_etc.megatron import BatchConfig

@@ -18,9 +18,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
-from models import BASE, LLAMA, MICRO_BATCH_SIZE, SEQUENCE, Trainee
+from models import BASE, LLAMA, MICRO_BATCH_SIZE, SEQUENCE
 from ranks import run_ranks
 from resize import Generation, hand_over, start_next
+from trainee import Trainee
 
 from ray_etc.planners.parallel import ParallelConfig
 

@@ -16,12 +16,12 @@ from logical import RankShards, read, whole
 from logical import differing as differing_logical
 from matrix import BF16, FOUR_LAYERS, IN_FP32, MOMENTS, MUON, PLAIN, SGD, WHOLE_MAINS, Row, mesh
 from megatron.core import dist_checkpointing
-from models import trainee
 from oracle import parts_by_megatron, same_bits, whole_by_megatron
 from ranks import run_ranks
 from resize import Generation, differing, hand_over, start_next
 from script import load_by_script, save_by_script
 from tiny import build, parallel
+from trainee import trainee
 
 from ray_etc.actors.small_state import SmallState
 from ray_etc.megatron import checkpoint

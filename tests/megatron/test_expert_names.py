@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from logical import RankShards, read, whole
 from matrix import BF16, mesh
-from models import BASE, EXPERTS, trainee
+from models import BASE, EXPERTS
 from ranks import run_ranks
+from trainee import trainee
 
 from ray_etc.planners.model import ExpertShape, ModelShape
 from ray_etc.planners.parallel import ParallelConfig

@@ -19,9 +19,9 @@ import torch
 from host import spoil
 from logical import RankShards, read, whole
 from matrix import BF16, MOMENTS, WHOLE_MAINS, Row, mesh
-from models import trainee
 from ranks import run_ranks
 from resize import Generation, hand_over, slots_for, start_next
+from trainee import trainee
 
 import ray_etc.megatron
 from ray_etc.megatron import checkpoint, compat

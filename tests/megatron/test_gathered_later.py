@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from matrix import BF16, GATHER, mesh
-from models import trainee
 from oracle import same_bits
 from ranks import run_ranks
+from trainee import trainee
 
 from ray_etc.actors.small_state import SmallState, load_small_state
 

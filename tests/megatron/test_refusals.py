@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from models import trainee
 from ranks import RanksFailedError, run_ranks
 from refusals import REFUSALS, Refusal
+from trainee import trainee
 
 
 def train(refusal: Refusal) -> None:

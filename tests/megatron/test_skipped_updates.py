@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from matrix import BF16, FP16, PLAIN, mesh
-from models import trainee
 from ranks import run_ranks
+from trainee import trainee
 
 from ray_etc.actors.context import Context
 from ray_etc.actors.session import Session

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from matrix import PLAIN, mesh
-from models import trainee
 from ranks import run_ranks
+from trainee import trainee
 
 import ray_etc.megatron
 

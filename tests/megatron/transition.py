@@ -13,9 +13,9 @@ import torch
 from logical import differing as differing_logical
 from logical import whole
 from matrix import Row
-from models import trainee
 from ranks import Place, Worker
 from resize import Generation, differing, hand_over, slots_for, start_next
+from trainee import trainee
 
 
 def check(row: Row, folder: Path | None = None, where: Place = Worker) -> None:
