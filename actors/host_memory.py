@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from cuda.bindings import driver
+
+from ray_etc.planners.words import size
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -22,6 +25,10 @@ _GPU = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _MINIMUM = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _IS_SUPPORTED = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _NUMA_NODE = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+
+KEPT_FREE = 16
+"""One in so many bytes of the host stays free: where less than a twentieth is left, Ray ends workers, and later Linux
+does, maybe one that trains."""
 
 
 class HostMemory:
@@ -49,6 +56,8 @@ class HostMemory:
         self._granularity = max(_done(granularity(each)) for each in (self._host, self._gpu))
         self._segments: dict[int, tuple[int, Any]] = {}
         """By address, of how many bytes each is and the memory that is mapped there."""
+        self.refusal: str | None = None
+        """Why memory was refused the last time it was asked for: torch's own error tells only of the GPU's."""
         self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))
         self._forever.append(self)
         allocate, free = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
@@ -87,13 +96,18 @@ class HostMemory:
     def _allocate(self, nbytes: int, device: int, stream: int | None) -> int | None:
         """Torch's call; None is its sign for memory that ran out."""
         nbytes = -(-nbytes // self._granularity) * self._granularity
+        self.refusal = lack_of_memory(nbytes, self.nbytes, *host_nbytes())
+        if self.refusal is not None:
+            return None
         try:
             address = self._reserve(nbytes)
-        except RuntimeError:
+        except RuntimeError as error:
+            self.refusal = str(error)
             return None
         try:
             self._segments[address] = nbytes, self._create(address, nbytes, self._host)
-        except RuntimeError:
+        except RuntimeError as error:
+            self.refusal = str(error)
             driver.cuMemAddressFree(address, nbytes)
             return None
         return address
@@ -124,6 +138,28 @@ class HostMemory:
         access.location = self._gpu.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         _done(driver.cuMemSetAccess(address, nbytes, [access], 1))
+
+
+def host_nbytes() -> tuple[int, int]:
+    """Of this host's memory: all, and what a process could get now."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return total, available
+
+
+def lack_of_memory(nbytes: int, held: int, total: int, available: int) -> str | None:
+    """Why a host with so much memory does not give a process that has `held` of it `nbytes` more; None where it does.
+
+    What the driver maps cannot be swapped out, so nothing else would give way.
+    """
+    room = max(0, available - total // KEPT_FREE)
+    if nbytes <= room:
+        return None
+    return (
+        f"a model without room on its GPU is built in memory of the host, has {size(held)} of that and asked for "
+        f"{size(nbytes)} more, of {size(room)} there are for it ({size(available)} available, less a {KEPT_FREE}th of "
+        f"{size(total)}): leave room for both generations on the GPU, or use hosts with more memory"
+    )
 
 
 def _at(kind: driver.CUmemLocationType, number: int) -> driver.CUmemAllocationProp:

@@ -135,6 +135,8 @@ class Rank:
         except GenerationReplaced:
             return Replaced()
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and self._on_host is not None and self._on_host.refusal:
+                error.add_note(self._on_host.refusal)
             return Failed.of(error, self._session.current_step, __file__)
         finally:
             self._session.end()
