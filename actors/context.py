@@ -47,3 +47,13 @@ class Context:
 
     def get_node_rank(self) -> int:
         return self.node_rank
+
+
+def environment_for(parallel: ParallelConfig) -> dict[str, str]:
+    """What a rank needs in its environment before it touches a GPU, unless its user wants it otherwise.
+
+    Under tensor and context parallelism Megatron relies on the order in which it launches what is sent, and so on one
+    queue to the GPU. Elsewhere one queue would only have streams wait for each other.
+    """
+    is_ordered = parallel.tensor_parallel > 1 or parallel.context_parallel > 1
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_ordered else {}

@@ -137,7 +137,7 @@ def start_process(slot: Slot, job: TrainJob) -> Any:
 
 
 def _environment(slot: Slot, context: Context, job: TrainJob) -> dict[str, str]:
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron's tensor parallelism relies on it
+    environment = {}
     if job.resources.get("GPU"):
         # After a death torch would end the survivors too, and with them the state. The driver sees deaths by itself.
         environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -39,9 +39,12 @@ class Pipeline:
 
     def __init__(self, work: Work, transport: NcclTransport | None, device: torch.device) -> None:
         self._work, self._transport = work, transport
-        self._pack, self._unpack, self._side, self._check = (torch.cuda.Stream(device) for _ in range(4))
-        # NCCL's kernels come first when processors are free: everything else waits for them in the end.
-        self._wire = torch.cuda.Stream(device, priority=-1)
+        # NCCL's kernels come first when processors are free: everything else waits for them in the end. All priorities
+        # differ, so that streams need not share a queue to the GPU, in which what comes after an event waits for it:
+        # ranks under tensor parallelism have one (CUDA_DEVICE_MAX_CONNECTIONS=1), as Megatron wants it.
+        self._wire, self._pack, self._unpack, self._check, self._side = (
+            torch.cuda.Stream(device, priority=priority) for priority in (-5, -4, -3, -2, -1)
+        )
         self._start, self._local, self._carried, self._moved, self._certified = (
             torch.cuda.Event(enable_timing=True) for _ in range(5)
         )
@@ -85,8 +88,6 @@ class Pipeline:
         with torch.cuda.stream(self._side):
             self._work.local.run()
             on_event("local:done")
-            self._local.record()
-            self._work.local_arrived.run()
         for index, each in enumerate(rounds):
             if index:
                 self._pack_round(index, carried, unpacked, on_event)
@@ -107,6 +108,10 @@ class Pipeline:
                 self._check.wait_event(unpacked[index])
                 each.direct.run()
                 each.arrived.run()
+        with torch.cuda.stream(self._side):
+            # Not before: in a queue that streams share, all that comes after it would wait for the local copies.
+            self._local.record()
+            self._work.local_arrived.run()
         with torch.cuda.stream(self._unpack):
             self._carried.record()
             if rounds:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ray_etc.actors import sharing
-from ray_etc.actors.context import Context
+from ray_etc.actors.context import Context, environment_for
 from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.imports import import_all, import_all_in_background
 from ray_etc.actors.memory import StateMemory, limit_training
@@ -83,6 +83,8 @@ class Rank:
         """From now on this process is the rank of `context`."""
         self._is_taken.set()
         os.environ.update(environment)
+        for name, value in environment_for(context.parallel).items():
+            os.environ.setdefault(name, value)
         if ray.util.get_node_ip_address().startswith("127."):
             for library in ("GLOO", "NCCL"):  # neither looks at loopback by itself
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")

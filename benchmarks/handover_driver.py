@@ -13,6 +13,7 @@ import torch
 from benchmarks.handover_ranks import MIB, Rank
 from benchmarks.processes import Process, call_all, each_its_own, end_all
 from ray_etc.actors.certificate import compare
+from ray_etc.actors.context import environment_for
 from ray_etc.actors.pipeline import BUFFERS
 from ray_etc.actors.work import aligned
 from ray_etc.planners.expected import expected_layouts
@@ -68,15 +69,17 @@ class Generations:
         self.case, self.plan, self.use_cpu, self.direct_nbytes = case, plan, use_cpu, direct_nbytes
         self.phases: dict[str, float] = {}
         """When each part of `start_new` began, and when all was ready, on this host's clock."""
-        self.old = self._start(plan.source)
+        self.old = self._start(plan.source, case.source)
         # Beside a training that is measured the new processes start in the shadow; else at once, to save time.
-        self.new: dict[int, Process] = {} if case.trains else self._start(plan.target)
+        self.new: dict[int, Process] = {} if case.trains else self._start(plan.target, case.target)
         held = each_its_own(list(self.old.values()), "hold", [(plan.source[slot], True) for slot in self.old])
         self.shared = dict(zip(self.old, held, strict=True))
 
-    def _start(self, layouts: Iterable[RankLayout]) -> dict[int, Process]:
-        slots = len(self.plan.slots)
-        return {slot: start_rank(slot, self.use_cpu, slots) for slot, layout in enumerate(layouts) if layout}
+    def _start(self, layouts: Iterable[RankLayout], parallel: ParallelConfig) -> dict[int, Process]:
+        slots, environment = len(self.plan.slots), environment_for(parallel)
+        return {
+            slot: start_rank(slot, self.use_cpu, slots, environment) for slot, layout in enumerate(layouts) if layout
+        }
 
     @property
     def members(self) -> list[Process]:
@@ -87,7 +90,7 @@ class Generations:
         """Everything that can be done before the pause; the bytes of staging of the rank with most."""
         plan = self.plan
         self.phases["start"] = time.monotonic()
-        self.new = self.new or self._start(plan.target)
+        self.new = self.new or self._start(plan.target, self.case.target)
         call_all(list(self.new.values()), "ready")
         self.phases["hold"] = time.monotonic()
         each_its_own(list(self.new.values()), "hold", [(plan.target[slot], False) for slot in self.new])

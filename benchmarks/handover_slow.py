@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.handover_driver import Case, start_rank
 from benchmarks.processes import call_all, each_its_own, end_all
 from ray_etc.actors.certificate import compare
+from ray_etc.actors.context import environment_for
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.zoo import ModelShape
@@ -22,7 +23,10 @@ def slow_network(model: ModelShape, use_cpu: bool, staging_nbytes: int) -> dict[
     plan = make_plan(
         dict(enumerate(source)), dict(enumerate(target)), dict.fromkeys(range(8), "node"), staging_nbytes=staging_nbytes
     )
-    old, new = ([start_rank(slot, use_cpu, 8, SOCKETS) for slot in range(8)] for _ in range(2))
+    old, new = (
+        [start_rank(slot, use_cpu, 8, {**SOCKETS, **environment_for(parallel)}) for slot in range(8)]
+        for parallel in (case.source, case.target)
+    )
     try:
         shared = each_its_own(old, "hold", [(layout, True) for layout in plan.source])
         each_its_own(new, "hold", [(layout, False) for layout in plan.target])

@@ -22,6 +22,7 @@ from benchmarks.handover_ranks import CHUNK_NUMEL, MOVE_S, Rank, typed, with_tru
 from benchmarks.processes import Process, call_all, each_its_own, end_all
 from benchmarks.timing import synchronize
 from ray_etc.actors import sharing
+from ray_etc.actors.context import environment_for
 from ray_etc.actors.generation import Generation
 from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.memory import StateMemory, limit_training, training_nbytes
@@ -167,8 +168,11 @@ def run_tight(case: Case, use_cpu: bool, staging_nbytes: int, fills: bool = Fals
     plan.check()
     slots = range(len(plan.slots))
     new, old = (
-        [start_rank(slot, use_cpu, len(slots), kind=TightRank) if side[slot] else None for slot in slots]
-        for side in (plan.target, plan.source)
+        [
+            start_rank(slot, use_cpu, len(slots), environment_for(parallel), TightRank) if side[slot] else None
+            for slot in slots
+        ]
+        for side, parallel in ((plan.target, case.target), (plan.source, case.source))
     )
     try:
         entered = [

@@ -32,25 +32,34 @@ class Gpu:
     def add(self, stage: str, stream: Any = None, waits: Any = (), records: Any = ()) -> None:
         self.enqueued.append((stream or self.current, stage, list(waits), list(records)))
 
-    def times(self, seconds: Callable[[str], float]) -> dict[str, tuple[float, float]]:
-        """When each stage begins and ends, where each takes so long."""
-        free: dict[int, float] = {}
+    def times(
+        self, seconds: Callable[[str], float], queue_of: Callable[[Any], Any] | None = None
+    ) -> dict[str, tuple[float, float]]:
+        """When each stage begins and ends, where each takes so long.
+
+        Streams of one queue hold each other up at events: whatever comes after an event, on any of them, waits for it.
+        """
+        free: dict[Any, float] = {}
+        issued: dict[Any, float] = {}
         happened: dict[int, float] = {}
         times = {}
         for stream, stage, waits, records in self.enqueued:
             assert all(id(event) in happened for event in waits), f"{stage} waits for what is not enqueued yet: no wait"
-            begin = max([free.get(id(stream), 0.0), *(happened[id(event)] for event in waits)])
+            queue = (queue_of or id)(stream)
+            begin = max([free.get(id(stream), 0.0), issued.get(queue, 0.0), *(happened[id(event)] for event in waits)])
             end = begin + (seconds(stage) if stage else 0.0)
             free[id(stream)] = end
             happened |= {id(event): end for event in records}
+            if waits or records:
+                issued[queue] = end
             if stage:
                 times[stage] = (begin, end)
         return times
 
 
 class Stream:
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: Gpu, priority: int = 0) -> None:
+        self._gpu, self.priority = gpu, priority
 
     def wait_event(self, event: Any) -> None:
         self._gpu.add("", self, waits=[event])
@@ -82,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         yield
         gpu.current = before
 
-    monkeypatch.setattr(pipeline.torch.cuda, "Stream", lambda *_, **__: Stream(gpu))
+    monkeypatch.setattr(pipeline.torch.cuda, "Stream", lambda _, priority=0: Stream(gpu, priority))
     monkeypatch.setattr(pipeline.torch.cuda, "Event", lambda **_: Event(gpu))
     monkeypatch.setattr(pipeline.torch.cuda, "stream", on)
     return gpu
@@ -106,8 +115,8 @@ def enqueue(gpu: Gpu, relays: list[bool]) -> None:
     transport: Any = SimpleNamespace(post=lambda sends, receives, deadline: gpu.add(f"wire {sends}"))
     made = Pipeline(work, transport, torch.device("cpu"))
     made._enqueue(Deadline(10.0), lambda event: None)
-    gpu.add("the end", Stream(gpu), waits=[made._certified])
-    gpu.add("what is moved", Stream(gpu), waits=[made._local, made._moved])
+    gpu.add("the end", Stream(gpu, 1), waits=[made._certified])
+    gpu.add("what is moved", Stream(gpu, 2), waits=[made._local, made._moved])
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -145,3 +154,19 @@ def test_next_round_is_packed_and_the_last_unpacked_while_one_is_on_the_wire(gpu
         assert times[f"wire {index}"][0] == pytest.approx(times[f"wire {index - 1}"][1])
         assert times[f"pack {index}"][0] < times[f"wire {index - 1}"][1]
         assert times[f"unpack {index - 1}"][0] < times[f"wire {index}"][1]
+
+
+def test_streams_do_not_hold_each_other_up_where_they_share_a_queue_by_priority(gpu: Gpu) -> None:
+    enqueue(gpu, [False] * 12)
+
+    def times(queue_of: Callable[[Any], Any] | None = None) -> dict[str, tuple[float, float]]:
+        return gpu.times(lambda stage: {"local": 9.0}.get(stage, 0.9 if "pack" in stage else 1.0), queue_of)
+
+    assert times(lambda stream: stream.priority) == times()
+    assert times(lambda stream: None) != times()  # so it would show
+
+
+def test_no_message_waits_for_the_local_copies_where_all_streams_share_one_queue(gpu: Gpu) -> None:
+    enqueue(gpu, [False] * 12)
+    times = gpu.times(lambda stage: 100.0 if stage == "local" else 1.0, lambda stream: None)
+    assert times["wire 11"][1] < times["local"][1]

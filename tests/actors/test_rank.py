@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from test_session import CONTEXT
 
 from ray_etc.actors import rank as rank_module
 from ray_etc.actors.errors import ResizeFailed
+from ray_etc.planners.parallel import ParallelConfig
 
 
 @pytest.fixture
@@ -17,6 +20,28 @@ def rank() -> Any:
     rank = rank_module.Rank.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
     rank.become(CONTEXT, {})
     return rank
+
+
+@pytest.mark.parametrize(
+    ("parallel", "set_by_user", "connections"),
+    [
+        (ParallelConfig(data_parallel=2), None, None),
+        (ParallelConfig(tensor_parallel=2), None, "1"),
+        (ParallelConfig(context_parallel=2), None, "1"),
+        (ParallelConfig(tensor_parallel=2), "8", "8"),
+    ],
+    ids=str,
+)
+def test_launches_go_one_by_one_where_megatron_relies_on_their_order(
+    monkeypatch: pytest.MonkeyPatch, parallel: ParallelConfig, set_by_user: str | None, connections: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    if set_by_user is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = set_by_user
+    rank: Any = rank_module.Rank.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
+    rank.become(replace(CONTEXT, parallel=parallel), {})
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
 def test_calls_of_a_handover_that_was_given_up_are_refused_however_late_they_come(rank: Any) -> None:
