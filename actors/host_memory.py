@@ -9,6 +9,7 @@ addresses that it had. Managed memory would do this by itself, but more of it th
 from __future__ import annotations
 
 import ctypes
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,17 @@ class HostMemory:
         return sum(nbytes for nbytes, _ in self._segments.values())
 
     def begin(self) -> None:
+        # Torch holds a lock while it calls `_allocate`, which waits for Python's. Should another thread have that and
+        # free a tensor, in a collection of garbage, each would wait for the other.
+        self._has_collector = gc.isenabled()
+        gc.disable()
         self._use.__enter__()
 
     def end(self) -> None:
         """From now on torch allocates as usual."""
         self._use.__exit__(None, None, None)
+        if self._has_collector:
+            gc.enable()
 
     def settle(self) -> None:
         """Give back what was freed meanwhile, and move what is left to the GPU. Nothing may use it in that moment."""

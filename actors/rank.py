@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -59,7 +58,7 @@ class Rank:
         self._memory: StateMemory | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
-        self._share = 1.0
+        self._limit: tuple[float, int | None] = (0.0, None)
         self._working = threading.Lock()
         self._ended: set[str] = set()
 
@@ -117,14 +116,14 @@ class Rank:
         `limit` is its share of a GPU, and what all processes of a slot may have of its memory. Where the state is
         emptied once it is built, it is built in memory of the host.
         """
-        self._share = limit[0] or 1.0
+        self._limit = limit
         try:
             self._join_world(store, timeout_s)
             if torch.cuda.is_available() and is_emptied:
                 from ray_etc.actors.host_memory import HostMemory  # what it needs comes with torch for CUDA
 
                 self._on_host = HostMemory()
-                self._session.on_enter = partial(self._end_build, limit)
+                self._session.on_enter = self._on_host.end
                 self._on_host.begin()
             elif torch.cuda.is_available():
                 limit_training(*limit)
@@ -155,6 +154,7 @@ class Rank:
             self._memory.empty()
             if self._on_host is not None:
                 self._on_host.settle()
+                limit_training(*self._limit)  # not before, since torch counts memory of the host, too
         shared = None if is_emptied else self._memory.share()
         return Entered(state.layout(), shared, self._memory.allocations, state.derived)
 
@@ -282,7 +282,7 @@ class Rank:
         """How much memory there is, after giving back what no step needs where `trims`."""
         if trims and torch.cuda.is_available():
             self._session.trim(timeout_s)
-        return self._held_memory().usage(self._share)
+        return self._held_memory().usage(self._limit[0] or 1.0)
 
     @ray.method(concurrency_group="control")
     def fill(self) -> sharing.SharedMemory:
@@ -321,11 +321,6 @@ class Rank:
         memory.empty_scratch()
         memory.release(range(len(memory.allocations.nbytes)) if numbers is None else numbers)
         return held
-
-    def _end_build(self, limit: tuple[float, int | None]) -> None:
-        assert self._on_host is not None
-        self._on_host.end()
-        limit_training(*limit)  # memory of the host would count
 
     def _held_memory(self) -> StateMemory:
         assert self._memory is not None, "the train loop has not entered ray_etc.steps()"
