@@ -108,35 +108,37 @@ class Headroom:
         if not self.is_limited:
             return Choice(None, False, int(memory.safe.max(initial=0)))
         old = {slot.slot_id: each.allocations for slot, each in zip(self._old.slots, self._old.entered, strict=True)}
-        free, given_back, scratch = self._free(plan, memory.after)
+        free, reserved, kept, beside, scratch = self._free(plan, memory.after)
         safe_room = free + memory.before - scratch
         # Where not even an empty process fits beside the training, there is no shadow to build anything in.
-        tight_room = np.where(free < 0, free, free + given_back)
+        tight_room = np.where(free < 0, free, free + reserved - kept)
         if (memory.safe <= safe_room).all():
-            steps = given_back - memory.before
+            steps = reserved - memory.before
             early = bool((memory.safe + np.maximum(steps, 0) > safe_room).any())
             return Choice(None, early, int(memory.safe.max(initial=0)))
         phased = cut_in_phases(plan, old, new, self._old.derived, self._links)
         # Once everything is there, the new ranks make their scratch memory.
         choose_mode(plan, memory.safe, np.maximum(phased.peak, memory.after + scratch), safe_room, tight_room)
-        return Choice(phased, True, int(phased.peak.max(initial=0)))
+        return Choice(phased, True, int((phased.peak + kept + beside).max(initial=0)))
 
-    def _free(self, plan: MigrationPlan, after: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each rank of the plan, in bytes: what is free for a new process while the old one trains; what torch has
-        there for the old one, all of which it can give back; what the new one needs for scratch memory."""
-        free, given_back, scratch = (np.zeros(len(plan.slots), dtype=np.int64) for _ in range(3))
+    def _free(self, plan: MigrationPlan, after: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Of each rank of the plan, in bytes: what is free for the state of a new process while the old one trains;
+        what torch has there for the old one; what of that it keeps to its end; what the new one will keep besides its
+        state; what it needs for scratch memory."""
+        free, reserved, kept, scratch = (np.zeros(len(plan.slots), dtype=np.int64) for _ in range(4))
         totals = [each.total for each in self._usages.values() if each.total is not None]
+        beside = np.where(after, max((each.kept for each in self._usages.values()), default=0), 0)
         for rank, slot_id in enumerate(plan.slots):
             usage = self._usages.get(slot_id) or Usage(max(totals, default=None), max(totals, default=None), 0, 0)
-            given_back[rank] = usage.reserved
+            reserved[rank], kept[rank] = usage.reserved, usage.kept
             if usage.total is None or usage.free is None:
                 free[rank] = (self._limit_nbytes or 0) - usage.reserved
             else:
                 limit = min(usage.total, self._limit_nbytes or usage.total)
-                free[rank] = usage.free - (usage.total - limit) - (SHADOW_NBYTES if after[rank] else 0)
+                free[rank] = usage.free - (usage.total - limit) - beside[rank] - (SHADOW_NBYTES if after[rank] else 0)
         weights = plan.source.nbytes_by_kind().get("param")
         scratch_of = [(u.scratch, weights[plan.slots.index(s)]) for s, u in self._usages.items() if weights is not None]
         per_byte = max((held / max(int(of), 1) for held, of in scratch_of), default=0.0)
         wanted = plan.target.nbytes_by_kind().get("param", np.zeros_like(after))
         scratch[:] = wanted * per_byte
-        return free, given_back, scratch
+        return free, reserved, kept, beside, scratch

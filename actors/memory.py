@@ -87,13 +87,14 @@ class StateMemory:
             return torch.cuda.memory_allocated(self.device)
         return self.nbytes_held
 
-    def usage(self, share: float = 1.0) -> Usage:
-        """`share` is the slot's, of a GPU."""
+    def usage(self, share: float = 1.0, nbytes_between_steps: int | None = None) -> Usage:
+        """`share` is the slot's, of a GPU; `nbytes_between_steps` what torch has given out then, where it is known."""
         if self.device.type != "cuda":
             return Usage(None, None, self.nbytes_held + self.nbytes_scratch, self.nbytes_scratch)
         reserved = torch.cuda.memory_reserved(self.device)
         free, total = part_of_gpu(*torch.cuda.mem_get_info(self.device), reserved, share)
-        return Usage(total, free, reserved, self.nbytes_scratch)
+        kept = max(0, (nbytes_between_steps or 0) - self.nbytes_held - self.nbytes_scratch)
+        return Usage(total, free, reserved, self.nbytes_scratch, kept)
 
     def share(self) -> sharing.SharedMemory:
         """What another process on this machine needs to map the views; see `sharing.share`."""

@@ -28,6 +28,7 @@ class Entered:
 class Usage:
     """The memory of a rank's GPU in bytes, and what this process has of it: `reserved` by torch, in all.
 
+    `kept` is what it holds between two steps besides state and `scratch` memory: a second model of the user's, say.
     `total` and `free` are None on CPUs, where `reserved` is that of the state and its `scratch` memory.
     """
 
@@ -35,6 +36,7 @@ class Usage:
     free: int | None
     reserved: int
     scratch: int
+    kept: int = 0
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,7 @@ class Rank:
         """How much memory there is, after giving back what no step needs where `trims`."""
         if trims and torch.cuda.is_available():
             self._session.trim(timeout_s)
-        return self._held_memory().usage(self._limit[0] or 1.0)
+        return self._held_memory().usage(self._limit[0] or 1.0, self._session.nbytes_between_steps)
 
     @ray.method(concurrency_group="control")
     def fill(self) -> sharing.SharedMemory:

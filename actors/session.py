@@ -63,6 +63,8 @@ class Session:
         those of `Mover.run`. Tests script faults with it."""
         self.on_enter: Callable[[], None] = lambda: None
         """Called on the train thread once the model is built."""
+        self.nbytes_between_steps: int | None = None
+        """What torch's allocator has given out after a step, on a GPU: after the first, and whenever it is trimmed."""
         self._changed = threading.Condition()
         self._load: Load | None = None
         self._first_step: int | None = None
@@ -171,6 +173,8 @@ class Session:
         assert self.state is not None
         tried_before, self._updates_tried = self._updates_tried, self.state.updates_tried()
         self._record_boundary(step + 1, is_whole=self._is_updating or self._updates_tried > tried_before)
+        if torch.cuda.is_available() and (self._trims_left or self.nbytes_between_steps is None):
+            self.nbytes_between_steps = torch.cuda.memory_allocated()
         if self._trims_left:
             self._trim()
         if self._last_step is None or step < self._last_step:

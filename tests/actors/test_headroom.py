@@ -44,8 +44,9 @@ def choose(limit_nbytes: int | None = None, **usage: Any) -> Choice:
     return Headroom(old, limit_nbytes, reported).choose(plan, allocations)
 
 
-def gpu(total: int, reserved: int, scratch: int = 0) -> dict[str, Any]:
+def gpu(total: int, reserved: int, scratch: int = 0, kept: int = 0) -> dict[str, Any]:
     return {
+        "kept": kept * GIB,
         "total": total * GIB,
         "free": (total - reserved) * GIB,
         "reserved": reserved * GIB,
@@ -77,6 +78,16 @@ def test_tight_while_the_phases_and_an_empty_process_fit() -> None:
     assert chosen.nbytes_peak <= 1.08 * 30 * GIB + 3 * GIB
     with pytest.raises(DoesNotFit, match=r"slot 0 on a has no room .* 0 B, "):
         choose(**gpu(36, 34))
+
+
+def test_what_a_process_keeps_besides_its_state_stays_to_its_end_and_comes_anew_beside_it() -> None:
+    """10 GiB of a second model: of 43 reserved 33 can be given back, and the new process has 10 of its own."""
+    room, none = choose(**gpu(57, 43, kept=10)), choose(**gpu(57, 43))
+    assert (room.mode, none.mode) == ("tight", "tight")
+    assert room.nbytes_peak == none.nbytes_peak + 20 * GIB
+    with pytest.raises(DoesNotFit, match=r"releasing it phase by phase 34\.0 GiB of 33\.0 GiB, 1\.0 GiB too much"):
+        choose(**gpu(56, 43, kept=10))
+    assert (choose(**gpu(88, 43)).mode, choose(**gpu(88, 43, kept=10)).mode) == ("safe", "tight")
 
 
 def test_limit_of_a_slot() -> None:

@@ -32,12 +32,14 @@ MODEL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 352, "sequence_
 LARGE = {"num_layers": 12, "hidden_size": 1536, "ffn_hidden_size": 4096, "num_attention_heads": 16, "vocab_size": 32768}
 """0.44 B parameters: 6.2 GB of state on a rank, 3.5 GB on each of two under ZeRO-1, 3.1 GB under TP2."""
 SLOT_NBYTES = (16 if GPUS == 2 else 18) * 2**30
-"""Of it, training takes 10 GiB under ZeRO-1, gradients and the optimizer's scratch memory included, an empty process up
-to 3 GiB; of a shared GPU as much is set aside for the process that trains, which mostly takes 1 GiB."""
+"""Of it, training takes 10 GiB under ZeRO-1, gradients and the optimizer's scratch memory included, a second model 1
+GiB in either process, an empty process up to 3 GiB; of a shared GPU as much is set aside for the process that trains,
+which mostly takes 1 GiB."""
 
 
 def train(config: dict[str, Any]) -> None:
     context = ray_etc.get_context()
+    second = torch.full((config.get("keeps", 0) // 4,), 3.0, device="cuda")
     task = ray_etc.megatron.build(
         {**MODEL, **config.get("model", {})},
         context.parallel,
@@ -51,6 +53,7 @@ def train(config: dict[str, Any]) -> None:
         before = sums(task.state) if config.get("sums") else {}
         metrics = task.train_step()
         ray_etc.report({**metrics, "before": before, "after": sums(task.state) if config.get("sums") else {}})
+        assert (second == 3.0).all()
         time.sleep(config["step_s"])
 
 
@@ -128,7 +131,8 @@ def test_rank_dies_in_plain_dp2_and_no_step_is_lost(two_slots: None) -> None:
 
 
 def test_dp2_to_tp2_and_back_where_a_slot_has_no_room_for_both_states(two_slots: None) -> None:
-    run = trainer(ParallelConfig(), slot_nbytes=SLOT_NBYTES, model=LARGE, steps=400, step_s=0.1, sums=True).start()
+    config = {"model": LARGE, "steps": 400, "step_s": 0.1, "sums": True, "keeps": 2**30}
+    run = trainer(ParallelConfig(), slot_nbytes=SLOT_NBYTES, **config).start()
     while run.status().step < 3:
         time.sleep(0.1)
     records = [run.resize(parallel=shape) for shape in (ParallelConfig(tensor_parallel=2), ParallelConfig())]
