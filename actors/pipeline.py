@@ -39,11 +39,12 @@ class Pipeline:
 
     def __init__(self, work: Work, transport: NcclTransport | None, device: torch.device) -> None:
         self._work, self._transport = work, transport
-        # NCCL's kernels come first when processors are free: everything else waits for them in the end. All priorities
-        # differ, so that streams need not share a queue to the GPU, in which what comes after an event waits for it:
-        # ranks under tensor parallelism have one (CUDA_DEVICE_MAX_CONNECTIONS=1), as Megatron wants it.
+        # NCCL's kernels come first when processors are free: everything else waits for them in the end. The other
+        # priorities, of which torch has four, keep streams from sharing a queue to the GPU, in which what comes after
+        # an event waits for it: ranks under tensor parallelism have one (CUDA_DEVICE_MAX_CONNECTIONS=1). The last two
+        # may share one: then only when the local copies are known to be there is late.
         self._wire, self._pack, self._unpack, self._check, self._side = (
-            torch.cuda.Stream(device, priority=priority) for priority in (-5, -4, -3, -2, -1)
+            torch.cuda.Stream(device, priority=priority) for priority in (-3, -2, -1, 0, 0)
         )
         self._start, self._local, self._carried, self._moved, self._certified = (
             torch.cuda.Event(enable_timing=True) for _ in range(5)
