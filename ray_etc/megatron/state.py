@@ -140,13 +140,12 @@ class OptimizerProgress:
         self._leaves = compat.leaf_optimizers(optimizer)
         # Adam counts its steps beside each parameter, and a rank may own none: ZeRO-1 over more ranks than there are
         # elements. So each rank counts for itself too.
-        self._steps = max((compat.adam_step(leaf) for leaf in self._leaves), default=0)
+        self._steps = max(compat.adam_step(leaf) for leaf in self._leaves)
         self.tried = 0
         """Updates that were begun, also where a gradient that overflows, or is too large, has them skipped."""
         for leaf in self._leaves:
             compat.tell_of_tries(leaf, self._count_try)
-        if self._leaves:
-            self._leaves[0].optimizer.register_step_post_hook(self._count)
+        self._leaves[0].optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
