@@ -1,4 +1,4 @@
-"""Errors of a handover. They cross processes, so each can be pickled, and each says which group, rank and peers."""
+"""Errors of a run. They cross processes, so each can be pickled, and each says which group, rank and peers."""
 
 from __future__ import annotations
 
@@ -52,6 +52,21 @@ class HoldsMore(ResizeFailed):
 
     They say so where they were built; or there was no memory to build them.
     """
+
+
+class BatchNotShared(ValueError):  # noqa: N818
+    """So many replicas cannot share the global batch equally.
+
+    Args:
+        replicas: the numbers of replicas that can.
+    """
+
+    def __init__(self, message: str, replicas: Sequence[int]) -> None:
+        self.replicas = tuple(replicas)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[BatchNotShared], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.replicas)
 
 
 class StateLost(RuntimeError):  # noqa: N818

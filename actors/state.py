@@ -62,7 +62,9 @@ class TrainState:
             resize frees it, and gives it back as zeros.
         derived: by (kind, name), tensors that are exactly another of the same shape, rounded to their dtype between any
             two steps: bf16 weights and their fp32 main weights.
-        optimizers: torch optimizers; their `step` marks when the tensors are half way between two steps.
+        optimizers: torch optimizers; their `step` marks when the tensors are half way between two steps. Without any,
+            that is taken to be so all through each step, and each step to make an update. A rank that has nothing to
+            update beside others that do gives one of nothing, as Megatron does, and calls its `step` when they do.
         updates_tried: how many updates were begun so far, also those that were then skipped, as where a gradient
             overflows. A step in which neither this grows nor an optimizer makes one is taken to gather gradients for a
             later one, which are not moved: a resize waits for that.

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train import ScalingConfig
 
-from ray_etc.actors.errors import HoldsMore, ResizeFailed, StateLost
+from ray_etc.actors.errors import BatchNotShared, HoldsMore, ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob
 from ray_etc.actors.handover import Handover, start_generation
 from ray_etc.actors.headroom import Headroom, find_headroom
@@ -108,17 +108,24 @@ class Controller:
     # Changing generations --------------------------------------------------------------------------------------------
 
     def _start_first_generation(self) -> Generation:
+        """On all slots that there are, or on fewer where so many replicas cannot share the global batch."""
         parallel = self._await_first_slots()
-        usable = self.slots.usable
-        chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in usable}).slot_of_rank
-        self.activity = f"starting {parallel}"
-        generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job, {}, 0)
-        self.watch.current = generation
-        try:
-            start_generation(generation, self.job, self.watch.wait)
-        except (RunEnded, ResizeFailed):
-            self._ended(generation)  # raises the user's own error where there is one
-            raise
+        while True:
+            usable = self.slots.usable
+            chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in usable}).slot_of_rank
+            self.activity = f"starting {parallel}"
+            generation = Generation.create(0, parallel, [self.slots[slot_id] for slot_id in chosen], self.job, {}, 0)
+            self.watch.current = generation
+            try:
+                start_generation(generation, self.job, self.watch.wait)
+                break
+            except (RunEnded, ResizeFailed):
+                fewer = self._with_fewer_replicas(generation)
+                if fewer is None:
+                    self._ended(generation)  # raises the user's own error where there is one
+                    raise
+                generation.kill()
+                parallel = fewer
         held = max(sum(entered.allocations.nbytes) for entered in generation.entered)
         if held > (self.job.slot_nbytes or held):
             raise ValueError(
@@ -129,6 +136,24 @@ class Controller:
         for rank in generation.ranks:
             rank.begin.remote(0)
         return generation
+
+    def _with_fewer_replicas(self, first: Generation) -> ParallelConfig | None:
+        """What to begin with instead; None where that is too few, or where it failed for another reason."""
+        errors = [outcome.error for outcome in first.outcomes.values() if isinstance(outcome, Failed)]
+        refusals = [error for error in errors if isinstance(error, BatchNotShared)]
+        if first.dead or not refusals or len(refusals) < len(errors):
+            return None
+        said, replicas = str(refusals[0]), refusals[0].replicas
+        at_most = min(first.parallel.world_size - 1, len(self.slots.usable))
+        fitting = largest(
+            self.requests.aim.chooser, at_most, lambda parallel: None if parallel.data_parallel in replicas else said
+        )
+        if fitting is None or fitting.world_size < self.scaling.min_workers:
+            return None
+        logger.warning(
+            "begins with %s, on %d of %d slots: %s", fitting, fitting.world_size, len(self.slots.usable), said
+        )
+        return fitting
 
     def _await_first_slots(self) -> ParallelConfig:
         """Wait for as many slots as are wanted, or, once no more come, for as many as are needed."""

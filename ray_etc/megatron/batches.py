@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from itertools import zip_longest
 
+from ray_etc.actors.errors import BatchNotShared
 from ray_etc.megatron import compat
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -30,7 +31,7 @@ def follow(samples: int) -> None:
 
 
 def require_shared(parallel: ParallelConfig, samples: int | None) -> None:
-    """Raise ValueError where replicas of `parallel` cannot share each global batch that is still to come.
+    """Raise BatchNotShared where replicas of `parallel` cannot share each global batch that is still to come.
 
     Args:
         samples: how many the run has seen; None where nobody knows, so that all batches may be to come.
@@ -45,17 +46,24 @@ def require_shared(parallel: ParallelConfig, samples: int | None) -> None:
             f"data_parallel={data}; a global batch does not change with the replicas: set it to {taken}"
         )
     schedule = compat.batch_schedule(calculator)
-    for (_, size), (until, _) in zip_longest(schedule, schedule[1:], fillvalue=(math.inf, 0)):
-        if until <= (samples or 0):
-            continue
+    pairs = zip_longest(schedule, schedule[1:], fillvalue=(math.inf, 0))
+    to_come = [size for (_, size), (until, _) in pairs if until > (samples or 0)]
+    # What a replica takes at a time: a micro-batch, or one for each stage where chunks are interleaved.
+    stages = parallel.pipeline_parallel if parallel.virtual_pipeline > 1 else 1
+    sharing = [
+        n for n in range(1, min(to_come) // micro + 1) if not any(size % (micro * stages * n) for size in to_come)
+    ]
+    for size in to_come:
         if size % (micro * data):
-            raise ValueError(
+            raise BatchNotShared(
                 f"a global batch of {size}, which is to come, is {size / micro:g} batches of micro_batch_size={micro}, "
-                f"which data_parallel={data} cannot share equally; use fewer replicas, or wait until it is past"
+                f"which data_parallel={data} cannot share equally; use fewer replicas, or wait until it is past",
+                sharing,
             )
-        if parallel.virtual_pipeline > 1 and size // (micro * data) % parallel.pipeline_parallel:
-            raise ValueError(
+        if size % (micro * stages * data):
+            raise BatchNotShared(
                 f"a global batch of {size}, which is to come, is {size // (micro * data)} micro-batches a replica, "
                 f"which cannot be interleaved over pipeline_parallel={parallel.pipeline_parallel} stages of "
-                f"virtual_pipeline={parallel.virtual_pipeline} chunks"
+                f"virtual_pipeline={parallel.virtual_pipeline} chunks",
+                sharing,
             )

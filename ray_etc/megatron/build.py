@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from ray_etc.megatron.task import Task
 from ray_etc.megatron.warm_up import warm_up
 from ray_etc.planners.parallel import ParallelConfig
 
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
 
 def build(
     model: GPTConfig | Mapping[str, Any],
@@ -43,7 +46,7 @@ def build(
     global_batch_size: int | Mapping[int, int] = 32,
     micro_batch_size: int = 1,
     seed: int = 1234,
-    checkpoint: str | Path | None = None,
+    checkpoint: str | Path | Checkpoint | None = None,
 ) -> Task:
     """Build a GPT under `parallel`, ready to train. Every rank of torch.distributed's default group calls it.
 

@@ -14,9 +14,10 @@ import os
 import pickle
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from ray_etc.actors.small_state import SmallState, load_small_state
 from ray_etc.actors.state import TrainState
 from ray_etc.megatron import compat, corrections, mesh, remainders, streams
 from ray_etc.planners.parallel import Coordinate, ParallelConfig, sources_of_streams
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 REPLICATED, STREAMS = "ray_etc.replicated", "ray_etc.streams"
@@ -103,11 +107,16 @@ def save(
     return place
 
 
-def load(state: TrainState, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, folder: str | Path) -> int:
+def load(
+    state: TrainState,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    source: str | Path | Checkpoint,
+) -> int:
     """Fill the state, which keeps its memory, from a checkpoint of any configuration.
 
     Args:
-        folder: one of a checkpoint, or one of several with a note of the latest.
+        source: a folder, or Ray Train's reference to one: of a checkpoint, or of several with a note of the latest.
 
     Returns:
         The steps that it has behind it.
@@ -115,7 +124,12 @@ def load(state: TrainState, chunks: Sequence[torch.nn.Module], optimizer: Megatr
     Raises:
         ValueError: it is not there, not whole, or not of this model: something is missing, or left over.
     """
-    place = _latest(Path(folder))
+    with nullcontext(source) if isinstance(source, str | Path) else source.as_directory() as folder:
+        dist.barrier()  # a rank that comes late fetches again, over what the others of its node have
+        return _load_from(_latest(Path(folder)), state, chunks, optimizer)
+
+
+def _load_from(place: Path, state: TrainState, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> int:
     try:
         common = dist_checkpointing.load_common_state_dict(str(place))
         _load_tensors(state, chunks, optimizer, place, common)

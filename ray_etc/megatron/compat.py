@@ -87,7 +87,11 @@ def require_known_optimizers(optimizer: MegatronOptimizer) -> None:
                 "a LayerWiseDistributedOptimizer deals whole weights out to the replicas, and its state cannot be "
                 "found yet; set use_layer_wise_distributed_optimizer=False"
             )
-    for leaf in leaf_optimizers(optimizer):
+    leaves = leaf_optimizers(optimizer)
+    if not leaves:
+        # A rank whose own weights are all frozen has one all the same: Megatron makes the same groups on every rank.
+        raise ValueError("the optimizer has nothing to update: every weight is frozen; leave one trainable")
+    for leaf in leaves:
         _require_known(leaf)
 
 

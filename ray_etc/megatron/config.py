@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
+from ray_etc.actors.errors import BatchNotShared
 from ray_etc.choice import require_trainable
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -160,7 +161,10 @@ class BatchConfig:
 
 
 def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfig) -> None:
-    """Raise ValueError, with the numbers and the remedy, where `parallel` cannot train `model`."""
+    """Raise ValueError, with the numbers and the remedy, where `parallel` cannot train `model`.
+
+    BatchNotShared where it is only the number of replicas that is wrong.
+    """
     require_trainable(parallel)
     tensor, data = parallel.tensor_parallel, parallel.data_parallel
     heads, groups = model.num_attention_heads, model.num_query_groups
@@ -177,13 +181,14 @@ def check_parallel(model: GPTConfig, batch: BatchConfig, parallel: ParallelConfi
     size = batch.ramp[-1][1]
     micro_batches = size // batch.micro_batch_size
     if micro_batches % data:
-        raise ValueError(
+        raise BatchNotShared(
             f"global_batch_size={size} is {micro_batches} batches of "
             f"micro_batch_size={batch.micro_batch_size}, which data_parallel={data} cannot share equally; "
             f"use data_parallel={_choices(_divisors(micro_batches))}, or a global batch that is a multiple of "
-            f"{batch.micro_batch_size * data}"
+            f"{batch.micro_batch_size * data}",
+            _divisors(micro_batches),
         )
-    _check_stages(model, parallel, micro_batches // data)
+    _check_stages(model, parallel, micro_batches)
 
 
 def _check_experts(model: GPTConfig, parallel: ParallelConfig) -> None:
@@ -236,10 +241,12 @@ def _check_stages(model: GPTConfig, parallel: ParallelConfig, micro_batches: int
         _require_divisor("num_layers", model.num_layers, "pipeline_parallel", stages)
     else:
         _require_divisor("num_layers", model.num_layers, "pipeline_parallel x virtual_pipeline", stages * chunks)
-    if chunks > 1 and micro_batches % stages:
-        raise ValueError(
-            f"{micro_batches} micro-batches a replica cannot be interleaved over pipeline_parallel={stages} stages of "
-            f"virtual_pipeline={chunks} chunks; use a multiple of {stages} micro-batches"
+    of_replica = micro_batches // parallel.data_parallel
+    if chunks > 1 and of_replica % stages:
+        raise BatchNotShared(
+            f"{of_replica} micro-batches a replica cannot be interleaved over pipeline_parallel={stages} stages of "
+            f"virtual_pipeline={chunks} chunks; use a multiple of {stages} micro-batches",
+            [number for number in _divisors(micro_batches) if micro_batches // number % stages == 0],
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -18,6 +18,9 @@ from ray_etc.megatron.describe import describe
 from ray_etc.megatron.streams import RandomStreams
 from ray_etc.planners.parallel import ParallelConfig
 
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
 
 def state(
     model: torch.nn.Module | Iterable[torch.nn.Module],
@@ -28,7 +31,7 @@ def state(
     vocab_size: int | None = None,
     check_parallel: Callable[[ParallelConfig], None] | None = None,
     seed: int = 1234,
-    checkpoint: str | Path | None = None,
+    checkpoint: str | Path | Checkpoint | None = None,
     **more: Stateful,
 ) -> MegatronState:
     """Everything that a resize must carry over, from objects made as in any Megatron-core script.
@@ -47,8 +50,9 @@ def state(
             batches of Megatron's microbatch calculator that are to come must divide over its replicas.
         seed: seeds the random streams of coordinates that an old generation did not have; see `streams`.
         checkpoint: a Megatron distributed checkpoint of any configuration to start from: one of ours or of Megatron's
-            own script, or a folder of several, of which it is the latest. Generations after the first take the state
-            from the one before them.
+            own script, or a folder of several, of which it is the latest. It is a path, or a `ray.train.Checkpoint`,
+            which each node fetches first where it is in remote storage. Generations after the first take the state from
+            the one before them.
         more: further small state, equal on all ranks, by name.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -136,13 +140,12 @@ class OptimizerProgress:
         self._leaves = compat.leaf_optimizers(optimizer)
         # Adam counts its steps beside each parameter, and a rank may own none: ZeRO-1 over more ranks than there are
         # elements. So each rank counts for itself too.
-        self._steps = max((compat.adam_step(leaf) for leaf in self._leaves), default=0)
+        self._steps = max(compat.adam_step(leaf) for leaf in self._leaves)
         self.tried = 0
         """Updates that were begun, also where a gradient that overflows, or is too large, has them skipped."""
         for leaf in self._leaves:
             compat.tell_of_tries(leaf, self._count_try)
-        if self._leaves:
-            self._leaves[0].optimizer.register_step_post_hook(self._count)
+        self._leaves[0].optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self._steps += 1

@@ -16,6 +16,7 @@ from tiny import ONE, build, parallel
 from trainee import trainee
 
 import ray_etc.megatron
+from ray_etc.actors.errors import BatchNotShared
 from ray_etc.megatron import BatchConfig
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -88,12 +89,13 @@ def test_configuration_is_refused_while_a_batch_to_come_does_not_divide() -> Non
 
 
 def test_first_generation_is_refused_where_the_first_batch_does_not_divide() -> None:
-    def message() -> str:
-        with pytest.raises(ValueError, match="a global batch of 4, which is to come") as caught:
+    def refusal() -> tuple[str, tuple[int, ...]]:
+        with pytest.raises(BatchNotShared, match="a global batch of 4, which is to come") as caught:
             build(parallel(dp=4), global_batch_size=RAMP)
-        return str(caught.value)
+        return str(caught.value), caught.value.replicas
 
-    assert len(set(run_ranks(message, 4))) == 1
+    [(_, replicas)] = set(run_ranks(refusal, 4))
+    assert replicas == (1, 2)
 
 
 def look(task: Any) -> tuple[int, int, float]:

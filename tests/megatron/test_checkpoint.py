@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,8 +108,8 @@ def run_on(config: ParallelConfig, folder: Path) -> list[float]:
     return [task.train_step()["loss"] for _ in range(2)]
 
 
-def start_from(config: ParallelConfig, folder: Path) -> tuple[int, list[float]]:
-    task = build(config, dropout=0.1, checkpoint=folder)
+def start_from(config: ParallelConfig, source: Any) -> tuple[int, list[float]]:
+    task = build(config, dropout=0.1, checkpoint=source)
     return task.state.next_step, [task.train_step()["loss"] for _ in range(2)]
 
 
@@ -116,6 +118,37 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path
     config = parallel(tp=2)
     [losses, _] = run_ranks(run_on, 2, config, tmp_path)
     assert run_ranks(start_from, 2, config, tmp_path) == [(2, losses)] * 2
+
+
+def test_a_run_goes_on_from_a_checkpoint_as_ray_train_names_it(tmp_path: Path) -> None:
+    """Of this machine, and of storage that is fetched first, and gone again afterwards."""
+    from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+    from ray.train import Checkpoint
+
+    config = parallel(tp=2)
+    [losses, _] = run_ranks(run_on, 2, config, tmp_path)
+    remote = Checkpoint("iter_0000002", filesystem=SubTreeFileSystem(str(tmp_path), LocalFileSystem()))
+    for source in (Checkpoint.from_directory(tmp_path / "iter_0000002"), remote, FetchedAgain(tmp_path)):
+        assert run_ranks(start_from, 2, config, source) == [(2, losses)] * 2
+    assert not Path(remote._get_temporary_checkpoint_dir()).exists()
+
+
+class FetchedAgain:
+    """A checkpoint that a late rank fetches over what the others of its node have: seen of Ray's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._begun = folder, folder.with_suffix(".begun")
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        if torch.distributed.get_rank() == 1:
+            part = self._folder.rename(self._folder.with_suffix(".part"))
+            self._begun.touch()
+            time.sleep(0.5)
+            part.rename(self._folder)
+        while not self._begun.exists():
+            time.sleep(0.001)
+        yield str(self._folder)
 
 
 def save(task: Any, folder: Path) -> None:

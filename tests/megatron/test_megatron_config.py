@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny import MODEL, parallel
 
+from ray_etc.actors.errors import BatchNotShared
 from ray_etc.megatron import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -119,6 +122,21 @@ def test_check_parallel(change: dict[str, Any], config: ParallelConfig, message:
     with pytest.raises(ValueError) as error:  # noqa: PT011  the whole message is compared
         check_parallel(model, BATCH, config)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("config", "replicas"),
+    [(parallel(dp=3), (1, 2, 4)), (ParallelConfig(1, 2, 4, virtual_pipeline=2), (1, 2))],
+    ids=str,
+)
+def test_a_batch_that_replicas_cannot_share_says_which_can(config: ParallelConfig, replicas: tuple[int, ...]) -> None:
+    """Also after the refusal came from another process."""
+    with pytest.raises(BatchNotShared) as refused:
+        check_parallel(GPTConfig(**MODEL), BATCH, config)
+    received = pickle.loads(pickle.dumps(refused.value))
+    assert (str(received), received.replicas) == (str(refused.value), replicas)
+    for number in replicas:
+        check_parallel(GPTConfig(**MODEL), BATCH, replace(config, data_parallel=number))
 
 
 def test_configurations_from_mappings() -> None:

@@ -48,3 +48,28 @@ def test_a_step_that_only_gathers_gradients(optimizer: dict[str, Any]) -> None:
 
 def test_a_step_with_its_update() -> None:
     assert run_ranks(where_it_stands, 1, mesh(), BF16, True) == [(1, True)]
+
+
+def where_each_stage_stands(parallel: ParallelConfig, optimizer: dict[str, Any]) -> tuple[int, int]:
+    """How many weights a rank updates, and where it is frozen after a step with an update and three without."""
+    task = trainee("llama", optimizer, 4, num_layers=3, frozen_layers=2)(parallel)
+    session = Session(Context("test", 0, parallel, torch.distributed.get_rank(), 0, 1, 0, 0))
+    session.begin(0)
+    for step in session.steps(task.state, 9):
+        if step == 4:
+            break  # as where a peer died: in the middle of a step
+        if step == 0:
+            task.train_step()
+    weights = [weight for chunk in task.chunks for weight in chunk.parameters() if weight.requires_grad]
+    return len(weights), session.freeze(1.0).next_step
+
+
+@pytest.mark.parametrize("more", [{}, PLAIN], ids=["ZeRO-1", "plain"])
+@pytest.mark.parametrize("optimizer", [BF16, OVERFLOWS, OFTEN_TOO_LARGE], ids=str)
+def test_a_stage_that_has_nothing_to_update_stands_where_the_others_do(
+    optimizer: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Else it would count as the newest after a death, and the others, which hold what was trained, as of no use."""
+    (_, first), (weights, frozen), (_, last) = run_ranks(where_each_stage_stands, 3, mesh(pp=3, **more), optimizer)
+    assert weights == 0
+    assert (first, frozen, last) == (1, 1, 1)

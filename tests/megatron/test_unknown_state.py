@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import PLAIN, mesh
+from megatron.core.optimizer import get_megatron_optimizer
 from ranks import run_ranks
 from trainee import trainee
 
@@ -44,6 +45,14 @@ def test_an_optimizer_that_may_keep_other_tensors() -> None:
         leaf.optimizer = Signs(leaf.optimizer.param_groups, lr=0.1)
 
     assert said(change).startswith("cannot find the state of a Signs; it is known of Adam,")
+
+
+def test_a_model_of_which_every_weight_is_frozen() -> None:
+    def change(task: Any) -> None:
+        task.chunks[0].requires_grad_(False)
+        task.optimizer = get_megatron_optimizer(task.optimizer.config, task.chunks)
+
+    assert said(change) == "the optimizer has nothing to update: every weight is frozen; leave one trainable"
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4"])

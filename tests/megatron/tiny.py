@@ -40,7 +40,7 @@ def build(
     data: Path = DATA,
     global_batch_size: int | dict[int, int] = 8,
     clip_grad: float = 1.0,
-    checkpoint: Path | None = None,
+    checkpoint: Any = None,
     **model: Any,
 ) -> Task:
     return ray_etc.megatron.build(

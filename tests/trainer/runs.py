@@ -61,7 +61,7 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, (what(), run.status())
         if run.status().activity == "ended":
-            run.result(0)
+            run.result(30.0)  # while its processes are ended, too
             raise AssertionError("the run ended before that")
         time.sleep(0.02)
 

@@ -71,9 +71,7 @@ def test_from_a_checkpoint_of_one_rank_to_ep2_to_tp2_and_a_checkpoint_again(node
     assert alone.checkpoint.path == str(tmp_path / "alone" / "iter_0000001")
 
     experts = ParallelConfig(data_parallel=2, expert_parallel=2)
-    run = trainer(
-        experts, tmp_path / "resized", steps=200, saves_in=1, step_s=0.3, checkpoint=str(tmp_path / "alone")
-    ).start()
+    run = trainer(experts, tmp_path / "resized", steps=200, saves_in=1, step_s=0.3, checkpoint=alone.checkpoint).start()
     wait_for_step(run)
     record = run.resize(parallel=ParallelConfig(tensor_parallel=2, sequence_parallel=True))
     wait_for_step(run)

@@ -106,6 +106,30 @@ def test_limits_that_are_none(given: dict[str, Any]) -> None:
         ElasticTrainer(train, **given)
 
 
+def test_begins_with_fewer_replicas_than_slots_where_those_can_share_the_batch(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.add(3)
+    run = start(tmp_path, (1, 3), batch=4)
+    wait_for_step(run)
+    assert run.status().slots_usable == 3
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert {len(ranks) for ranks in result.reports.values()} == {2}
+    assert result.resizes == []
+    refusal = "batch 4 cannot be split by data_parallel=3; use a divisor of 4"
+    [said] = [record.getMessage() for record in caplog.records if record.name == "ray_etc.controller"]
+    assert said == f"begins with TP1 PP1 DP2 ZeRO-1, on 2 of 3 slots: {refusal}"
+
+
+def test_an_error_that_fewer_replicas_would_not_cure_is_not_hidden(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(3)
+    with pytest.raises(WorkerGroupError, match=r"\nBatchNotShared: batch 4 cannot be split by data_parallel=3; use a "):
+        start(tmp_path, 3, batch=4).result(60.0)
+    with pytest.raises(WorkerGroupError, match=r"\nRuntimeError: injected fault at build\nraised on rank 0"):
+        start(tmp_path, (1, 3), batch=4, faults={(0, 0): Fault("build", "raise")}).result(60.0)
+
+
 def test_axes_that_num_workers_cannot_hold() -> None:
     with pytest.raises(ValueError, match=r"num_workers=\(2, 3\) has no multiple of .* = 4 ranks; raise num_workers"):
         ElasticTrainer(

@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import ray_etc
 from ray_etc.actors.certificate import checksums
 from ray_etc.actors.context import Context
+from ray_etc.actors.errors import BatchNotShared
 from ray_etc.actors.faults import Fault, FaultInjector
 from ray_etc.actors.session import current_session
 from ray_etc.planners.boxes import Box
@@ -45,10 +47,12 @@ class Cursor:
         self.samples = state_dict["samples"]
 
 
-def check_parallel(parallel: ParallelConfig) -> None:
-    if BATCH % parallel.data_parallel:
-        raise ValueError(
-            f"batch {BATCH} cannot be split by data_parallel={parallel.data_parallel}; use a divisor of {BATCH}"
+def check_parallel(batch: int, parallel: ParallelConfig) -> None:
+    if batch % parallel.data_parallel:
+        divisors = [number for number in range(1, batch + 1) if batch % number == 0]
+        raise BatchNotShared(
+            f"batch {batch} cannot be split by data_parallel={parallel.data_parallel}; use a divisor of {batch}",
+            divisors,
         )
 
 
@@ -120,7 +124,8 @@ def train(config: dict[str, Any]) -> str:
 
     `config` may have the `size` of the weights, `step_s`, `checkpoint_at` a step, `momentum_is_whole` for ranks that do
     not split it, whatever their configuration, `has_no_room` for later generations that cannot be built with their
-    memory, and `faults` for `Script`. Its events are also "build" and "step:i".
+    memory, a `batch` that replicas must be able to share, and `faults` for `Script`. Its events are also "build" and
+    "step:i".
     """
     context = ray_etc.get_context()
     parallel, at = context.parallel, context.coordinate
@@ -128,7 +133,8 @@ def train(config: dict[str, Any]) -> str:
     script("build")
     if config.get("has_no_room") and context.generation and context.about_step is not None:
         raise torch.OutOfMemoryError("as CUDA says it")
-    check_parallel(parallel)
+    check = partial(check_parallel, config.get("batch", BATCH))
+    check(parallel)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = config.get("size", SIZE)
     box = Box.whole((size,)) if config.get("momentum_is_whole") else split(parallel, at.data, size)
@@ -143,7 +149,7 @@ def train(config: dict[str, Any]) -> str:
         ],
         replicated={"cursor": cursor},
         optimizers=[optimizer],
-        check_parallel=check_parallel,
+        check_parallel=check,
     )
     script.views = state.views()
     current_session().on_move_event = script
