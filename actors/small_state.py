@@ -40,7 +40,7 @@ class SmallState:
 def load_small_state(
     state: TrainState, replicated: bytes, streams: Mapping[Coordinate, bytes], coordinate: Coordinate, step: int
 ) -> None:
-    """Take over an old generation's small state.
+    """Take over an old generation's small state, once its tensors are there.
 
     Args:
         replicated: of any old rank.
@@ -48,6 +48,7 @@ def load_small_state(
         coordinate: of this rank.
         step: how many steps are whole.
     """
+    state.put_back()
     values = pickle.loads(replicated)
     for name, item in state.replicated.items():
         item.load_state_dict(values[name])

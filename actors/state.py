@@ -62,6 +62,8 @@ class TrainState:
             resize frees it, and gives it back as zeros.
         derived: by (kind, name), tensors that are exactly another of the same shape, rounded to their dtype between any
             two steps: bf16 weights and their fp32 main weights.
+        changed_early: (tensor, copy): what a step changes before its update begins, and the copy that stands for it in
+            `shards`; see `hold`.
         optimizers: torch optimizers; their `step` marks when the tensors are half way between two steps. Without any,
             that is taken to be so all through each step, and each step to make an update. A rank that has nothing to
             update beside others that do gives one of nothing, as Megatron does, and calls its `step` when they do.
@@ -80,6 +82,7 @@ class TrainState:
         streams: Mapping[str, Streams] | None = None,
         scratch: Sequence[torch.Tensor] = (),
         derived: Mapping[Key, Key] | None = None,
+        changed_early: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         optimizers: Sequence[torch.optim.Optimizer] = (),
         updates_tried: Callable[[], int] | None = None,
         check_parallel: Callable[[ParallelConfig], None] | None = None,
@@ -91,6 +94,7 @@ class TrainState:
         self.streams = dict(streams or {})
         self.scratch = list(scratch)
         self.derived = dict(derived or {})
+        self.changed_early = list(changed_early)
         self.optimizers = list(optimizers)
         self.updates_tried = updates_tried or (lambda: 0)
         self.check_parallel = check_parallel or (lambda parallel: None)
@@ -105,6 +109,21 @@ class TrainState:
 
     def views(self) -> list[torch.Tensor]:
         return [shard.view for shard in self.shards]
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """An update is over: copy what changed before it.
+
+        So a rank that is frozen in the next step, where a peer has died, still has all as it was between the two.
+        """
+        for live, held in self.changed_early:
+            held.copy_(live)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The state of another generation, or of a checkpoint, has arrived: train with it."""
+        for live, held in self.changed_early:
+            live.copy_(held)
 
     def small_state(self) -> dict[str, dict[str, Any]]:
         """The small state as it is now: {"replicated": {name: ...}, "streams": {name: ...}}."""

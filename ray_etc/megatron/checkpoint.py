@@ -139,6 +139,7 @@ def _load_from(place: Path, state: TrainState, chunks: Sequence[torch.nn.Module]
     except KeyError as error:
         raise ValueError(f"the checkpoint {place} has no {error}, which this state needs; see --no-save-*") from error
     coordinate = mesh.current().coordinate(dist.get_rank())
+    state.hold()  # Megatron has loaded the model's own buffers
     load_small_state(state, packed, held, coordinate, common["iteration"])
     return int(common["iteration"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,8 @@ def state(
     for name, item in more.items():
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ValueError(f"{name} is a {type(item).__name__} without state_dict and load_state_dict")
-    shards = describe(chunks, optimizer, vocab_size)
+    # Megatron changes the buffers of routers before an update, with the gradients.
+    shards, changed_early = _with_copies(describe(chunks, optimizer, vocab_size), kind="buffer")
     if not shards:
         raise ValueError("this rank holds no tensor: its pipeline stage has no layers; give each stage one")
     calculator = compat.microbatch_calculator()
@@ -92,6 +94,7 @@ def state(
         derived={
             ("param", shard.tensor.name): shard.tensor.key for shard in shards if shard.tensor.kind == "main_param"
         },
+        changed_early=changed_early,
         optimizers=[leaf.optimizer for leaf in compat.leaf_optimizers(optimizer)],
         updates_tried=lambda: progress.tried,
         check_parallel=check,
@@ -99,6 +102,15 @@ def state(
     if checkpoint is not None and is_first_generation():
         train_state.next_step = checkpoints.load(train_state, chunks, optimizer, checkpoint)
     return train_state
+
+
+def _with_copies(
+    shards: Sequence[StateShard], kind: str
+) -> tuple[list[StateShard], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The shards with copies in place of those of `kind`; (tensor, copy) of each."""
+    pairs = [(shard.view, shard.view.clone()) for shard in shards if shard.tensor.kind == kind]
+    copies = iter(pairs)
+    return [replace(each, view=next(copies)[1]) if each.tensor.kind == kind else each for each in shards], pairs
 
 
 class MegatronState(TrainState):
@@ -117,8 +129,9 @@ class MegatronState(TrainState):
         for chunk in self._chunks:
             used += [*chunk.parameters(), *(buffer for _, buffer in chunk.named_buffers())]  # `buffers` is DDP's own
         storages = {tensor.untyped_storage().data_ptr() for tensor in used}
+        live = {id(held): tensor for tensor, held in self.changed_early}
         for shard in self.shards:
-            if shard.view.untyped_storage().data_ptr() not in storages:
+            if live.get(id(shard.view), shard.view).untyped_storage().data_ptr() not in storages:
                 raise ValueError(
                     f"the {shard.tensor.kind} of {shard.tensor.name} is another tensor than when "
                     "ray_etc.megatron.state was called; load checkpoints before that, or with its argument `checkpoint`"

@@ -87,13 +87,17 @@ class Host:
 
     def train(self, steps: int) -> list[dict[str, Any]]:
         self._steps += steps
-        reports = [self.task.train_step() for _ in range(steps)]
+        reports = []
+        for _ in range(steps):
+            reports.append(self.task.train_step())
+            self.task.state.hold()
         _wait_for_gpu()  # as at the boundary where a rank pauses
         return reports
 
     def change(self, change: Callable[[Task], None]) -> None:
         with torch.no_grad():
             change(self.task)
+        self.task.state.hold()
 
     def look(self, look: Callable[[Any], Any]) -> Any:
         return look(self.task)
@@ -155,7 +159,8 @@ class Host:
 
     def reload(self, folder: Path) -> None:
         """Lose everything, and take it from a checkpoint of Megatron's."""
-        for view in self.task.state.views():
+        state = self.task.state
+        for view in [*state.views(), *(live for live, _ in state.changed_early)]:
             spoil(view)
         load_with_megatron(self.task, folder)
 

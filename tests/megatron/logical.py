@@ -48,6 +48,7 @@ def write(state: TrainState, tensors: Logical) -> None:
 def load(state: TrainState, tensors: Logical, small: dict) -> None:
     """Fill one rank from the logical tensors, and its replicated objects from another rank's small state."""
     write(state, tensors)
+    state.put_back()
     for name, item in state.replicated.items():
         item.load_state_dict(small["replicated"][name])
 

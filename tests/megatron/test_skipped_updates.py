@@ -1,4 +1,5 @@
-"""A step whose update Megatron skips is as whole as any; one that only gathers gradients is not, whatever the dtype."""
+"""What counts as a step's update: one that Megatron skips is as whole as any, one that only gathers gradients is not,
+and what changes before the update is not yet of that step."""
 
 from __future__ import annotations
 
@@ -73,3 +74,40 @@ def test_a_stage_that_has_nothing_to_update_stands_where_the_others_do(
     (_, first), (weights, frozen), (_, last) = run_ranks(where_each_stage_stands, 3, mesh(pp=3, **more), optimizer)
     assert weights == 0
     assert (first, frozen, last) == (1, 1, 1)
+
+
+def changed_in_half_a_step(model: str, optimizer: dict[str, Any]) -> tuple[int, list[str], bool]:
+    """Where a rank stands that is frozen as its second step's update is to begin, which of its tensors are not those of
+    after the first, and whether its model's own buffers are."""
+    parallel = mesh(**PLAIN)
+    task = trainee(model, optimizer, 4)(parallel)
+    session = Session(Context("test", 0, parallel, 0, 0, 1, 0, 0))
+    session.begin(0)
+    steps = session.steps(task.state, 9)
+    next(steps)
+    task.train_step()
+    next(steps)
+    before = [view.clone() for view in task.state.views()]
+    buffers = [buffer.clone() for chunk in task.chunks for _, buffer in chunk.named_buffers()]
+    assert task.state.changed_early
+    assert all(torch.equal(live, held) and live.any() for live, held in task.state.changed_early)
+
+    def peer_died() -> None:
+        raise ConnectionError("in the collective before the update")
+
+    task.optimizer.step = peer_died
+    with pytest.raises(ConnectionError):
+        task.train_step()
+    next_step = session.freeze(1.0).next_step
+    changed = [
+        shard.tensor.name
+        for shard, value in zip(task.state.shards, before, strict=True)
+        if not torch.equal(shard.view, value)
+    ]
+    now = [buffer for chunk in task.chunks for _, buffer in chunk.named_buffers()]
+    return next_step, changed, all(map(torch.equal, buffers, now))
+
+
+@pytest.mark.parametrize("model", ["experts, biased router", "experts, balanced by quantiles"])
+def test_a_peer_dies_when_the_routers_are_a_step_ahead(model: str) -> None:
+    assert run_ranks(changed_in_half_a_step, 1, model, BF16) == [(1, [], False)]
