@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train import ScalingConfig
 
-from ray_etc.actors.errors import BatchNotShared, HoldsMore, ResizeFailed, StateLost
+from ray_etc.actors.errors import HoldsMore, ResizeFailed, StateLost
 from ray_etc.actors.generation import Generation, TrainJob
 from ray_etc.actors.handover import Handover, start_generation
 from ray_etc.actors.headroom import Headroom, find_headroom
@@ -27,6 +27,7 @@ from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import Slot, SlotPool
 from ray_etc.actors.standby import IDLE_PATIENCE_S, Standbys
 from ray_etc.choice import Chooser, largest
+from ray_etc.first_choice import FirstChoice
 from ray_etc.planners.layout import RankLayout, TensorSpec
 from ray_etc.planners.parallel import ParallelConfig
 from ray_etc.planners.placement import known_tensors, place
@@ -109,7 +110,9 @@ class Controller:
 
     def _start_first_generation(self) -> Generation:
         """On all slots that there are, or on fewer where so many replicas cannot share the global batch."""
-        parallel = self._await_first_slots()
+        self.activity = "waiting for slots"
+        first = FirstChoice(self.job, self.scaling, self.requests.aim, self.slots)
+        parallel = first.await_slots(self.watch, self._has_settled)
         while True:
             usable = self.slots.usable
             chosen = place([], {}, parallel, {slot.slot_id: slot.node_name for slot in usable}).slot_of_rank
@@ -120,7 +123,7 @@ class Controller:
                 start_generation(generation, self.job, self.watch.wait)
                 break
             except (RunEnded, ResizeFailed):
-                fewer = self._with_fewer_replicas(generation)
+                fewer = first.with_fewer_replicas(generation)
                 if fewer is None:
                     self._ended(generation)  # raises the user's own error where there is one
                     raise
@@ -136,47 +139,6 @@ class Controller:
         for rank in generation.ranks:
             rank.begin.remote(0)
         return generation
-
-    def _with_fewer_replicas(self, first: Generation) -> ParallelConfig | None:
-        """What to begin with instead; None where that is too few, or where it failed for another reason."""
-        errors = [outcome.error for outcome in first.outcomes.values() if isinstance(outcome, Failed)]
-        refusals = [error for error in errors if isinstance(error, BatchNotShared)]
-        if first.dead or not refusals or len(refusals) < len(errors):
-            return None
-        said, replicas = str(refusals[0]), refusals[0].replicas
-        at_most = min(first.parallel.world_size - 1, len(self.slots.usable))
-        fitting = largest(
-            self.requests.aim.chooser, at_most, lambda parallel: None if parallel.data_parallel in replicas else said
-        )
-        if fitting is None or fitting.world_size < self.scaling.min_workers:
-            return None
-        logger.warning(
-            "begins with %s, on %d of %d slots: %s", fitting, fitting.world_size, len(self.slots.usable), said
-        )
-        return fitting
-
-    def _await_first_slots(self) -> ParallelConfig:
-        """Wait for as many slots as are wanted, or, once no more come, for as many as are needed."""
-        self.activity = "waiting for slots"
-        deadline = time.monotonic() + self.job.start_timeout_s
-        aim, fewest = self.requests.aim, max(1, self.scaling.min_workers)
-        while True:
-            self.watch.tick(TICK_S)
-            if self.watch.stop_requested.is_set():
-                raise Stopped
-            usable = len(self.slots.usable)
-            if usable >= aim.number or self._has_settled():
-                parallel = largest(aim.chooser, min(usable, aim.number), lambda parallel: None)
-                if parallel is not None and parallel.world_size >= fewest:
-                    return parallel
-            if time.monotonic() > deadline:
-                numbers = range(fewest, aim.number + 1)
-                needed = next((n for n in numbers if largest(aim.chooser, n, lambda parallel: None)), aim.number)
-                fewer = "lower num_workers" if usable else "ask for less a worker (use_gpu, resources_per_worker)"
-                raise TimeoutError(
-                    f"{usable} slots of {self.job.resources} after {self.job.start_timeout_s:.0f} s, but "
-                    f"num_workers={self.scaling.num_workers} needs {needed}: add nodes, or {fewer}"
-                )
 
     def _resize(self, old: Generation, resize: Resize) -> None:
         record = ResizeRecord(old.number + 1, resize.reason, old.parallel, resize.parallel, resize.deadline)
