@@ -118,7 +118,7 @@ def test_begins_with_fewer_replicas_than_slots_where_those_can_share_the_batch(
     assert {len(ranks) for ranks in result.reports.values()} == {2}
     assert result.resizes == []
     refusal = "batch 4 cannot be split by data_parallel=3; use a divisor of 4"
-    [said] = [record.getMessage() for record in caplog.records if record.name == "ray_etc.controller"]
+    [said] = [record.getMessage() for record in caplog.records if record.name == "ray_etc.first_choice"]
     assert said == f"begins with TP1 PP1 DP2 ZeRO-1, on 2 of 3 slots: {refusal}"
 
 
