@@ -23,7 +23,7 @@ def cases_for(slots: int, model_named: Callable[[str], ModelShape]) -> list[Case
     makers = {2: _two, 4: _four, 8: _eight}
     if slots not in makers:
         raise ValueError(f"there are cases for {', '.join(map(str, makers))} slots, not for {slots}")
-    return makers[slots](model_named)
+    return [replace(case, trains=True) for case in makers[slots](model_named)]
 
 
 def model_for(name: str, layers: int | None, is_tiny: bool) -> ModelShape:
@@ -44,7 +44,7 @@ def half(model: ModelShape) -> ModelShape:
 def _two(model_named: Callable[[str], ModelShape]) -> list[Case]:
     model = model_named("llama2-7b")
     return [
-        Case("tp1_dp2_to_tp2.distributed", model, mesh(dp=2), mesh(tp=2), trains=True),
+        Case("tp1_dp2_to_tp2.distributed", model, mesh(dp=2), mesh(tp=2)),
         Case("tp1_dp2_to_tp2.plain", model, mesh(dp=2, zero=False), mesh(tp=2, zero=False)),
         Case("tp2_to_pp2", model, mesh(tp=2, zero=False), mesh(pp=2, zero=False)),
         Case("pp2_to_tp1_dp2.distributed", model, mesh(pp=2), mesh(dp=2)),
@@ -60,7 +60,7 @@ def _two(model_named: Callable[[str], ModelShape]) -> list[Case]:
 def _four(model_named: Callable[[str], ModelShape]) -> list[Case]:
     model, larger = model_named("llama2-7b"), model_named("llama2-13b")
     return [
-        Case("7b.tp4_to_tp2_dp2", model, mesh(tp=4), mesh(tp=2, dp=2), trains=True),
+        Case("7b.tp4_to_tp2_dp2", model, mesh(tp=4), mesh(tp=2, dp=2)),
         Case("7b.tp2_pp2_to_dp4", model, mesh(tp=2, pp=2), mesh(dp=4)),
         Case("7b.dp4_to_tp2_pp2", model, mesh(dp=4), mesh(tp=2, pp=2)),
         Case("7b.tp2_dp2_to_tp4", model, mesh(tp=2, dp=2), mesh(tp=4)),
@@ -78,7 +78,7 @@ def _four(model_named: Callable[[str], ModelShape]) -> list[Case]:
 def _eight(model_named: Callable[[str], ModelShape]) -> list[Case]:
     model, larger, experts = map(model_named, ("llama2-7b", "llama2-13b", "qwen3-30b-a3b"))
     return [
-        Case("7b.tp8_to_tp4_dp2", model, mesh(tp=8), mesh(tp=4, dp=2), trains=True),
+        Case("7b.tp8_to_tp4_dp2", model, mesh(tp=8), mesh(tp=4, dp=2)),
         Case("7b.tp4_pp2_to_dp8", model, mesh(tp=4, pp=2), mesh(dp=8)),
         Case("7b.dp8_to_tp2_pp2_dp2", model, mesh(dp=8), mesh(tp=2, pp=2, dp=2)),
         Case("7b.tp4_dp2_to_tp8", model, mesh(tp=4, dp=2), mesh(tp=8)),
