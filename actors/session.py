@@ -151,26 +151,21 @@ class Session:
 
     def _before_update(self) -> None:
         with self._changed:
-            self._changed.wait_for(self._may_write)
+            # A frozen rank's tensors are being read: it must never begin an update. Its process is ended later.
+            # An update that has begun goes on, though: a chained optimizer comes here once for each of its parts.
+            self._changed.wait_for(lambda: not self._is_frozen or self._is_updating)
             if not self._is_updating:
                 self._update_began = _gpu_event()
             self._is_updating = True
 
-    def _may_write(self) -> bool:
-        """A frozen rank's tensors are being read: it must never begin an update, and its process is ended later.
-
-        An update that has begun goes on, though: a chained optimizer asks once for each of its parts.
-        """
-        return not self._is_frozen or self._is_updating
-
     def _record_boundary(self, next_step: int, *, is_whole: bool) -> None:
         assert self.state is not None
+        if is_whole:
+            self._before_update()  # where the update was skipped, too: `hold` writes
+            self.state.hold()
         boundary = Boundary(next_step, SmallState.of(self.state), time.time(), is_whole=is_whole)
+        update_ended = _gpu_event()
         with self._changed:
-            if is_whole:
-                self._changed.wait_for(self._may_write)
-                self.state.hold()
-            update_ended = _gpu_event()
             if self._marks and not self._marks[-1].boundary.is_whole:
                 self._marks.pop()  # it must not push out the last whole one
             self._marks.append(Mark(boundary, self._update_began, update_ended))

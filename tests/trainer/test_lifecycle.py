@@ -122,6 +122,7 @@ def test_begins_with_fewer_replicas_than_slots_where_those_can_share_the_batch(
     assert said == f"begins with TP1 PP1 DP2 ZeRO-1, on 2 of 3 slots: {refusal}"
 
 
+@pytest.mark.slow
 def test_an_error_that_fewer_replicas_would_not_cure_is_not_hidden(nodes: Any, tmp_path: Path) -> None:
     nodes.add(3)
     with pytest.raises(WorkerGroupError, match=r"\nBatchNotShared: batch 4 cannot be split by data_parallel=3; use a "):
