@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class FirstChoice:
+    """Of the configurations that `aim` allows, one for the slots that there are."""
+
     def __init__(self, job: TrainJob, scaling: ScalingConfig, aim: Aim, slots: SlotPool) -> None:
         self._job, self._scaling, self._aim, self._slots = job, scaling, aim, slots
 

@@ -68,32 +68,36 @@ def test_phase_that_fails_before_anything_was_released(nodes: Any, tmp_path: Pat
     assert result.resizes[0].memory_mode == "tight"
 
 
-def test_resize_without_room_is_refused_with_the_numbers(nodes: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "reason", "not_begun"),
+    [
+        (
+            {"slot_nbytes": 500},
+            r"slot 0 on \w+ has no room for the resize: .*needs 1\.1 KiB of 500 B there are, releasing it phase by "
+            r"phase 856 B of 500 B, 356 B too much",
+            "prepare",
+        ),
+        (
+            {"links": Links(same_node_bytes_per_s=2.0), "timeout_s": 50.0},
+            r"to move 960 B takes 60 s at the speeds of `links`, more than timeout_s=50",
+            "quiesce",
+        ),
+    ],
+    ids=["no room", "links too slow"],
+)
+def test_resize_that_cannot_be_is_refused_with_the_numbers(
+    nodes: Any, tmp_path: Path, given: dict[str, Any], reason: str, not_begun: str
+) -> None:
     nodes.add(2)
-    run = start(tmp_path, (1, 2), slot_nbytes=500)
+    run = start(tmp_path, (1, 2), **given)
     wait_for_step(run)
-    numbers = r"needs 1\.1 KiB of 500 B there are, releasing it phase by phase 856 B of 500 B, 356 B too much"
-    with pytest.raises(ResizeFailed, match=rf"slot 0 on \w+ has no room for the resize: .*{numbers}"):
+    with pytest.raises(ResizeFailed, match=reason):
         run.resize(parallel=PLAIN)
     assert run.status().activity.startswith("training")
     wait_for_step(run)
     result = finish(run, tmp_path)
     check_exact(result)
-    assert "prepare" not in result.resizes[0].phases
-
-
-def test_resize_over_links_too_slow_for_it_is_refused_with_the_numbers(nodes: Any, tmp_path: Path) -> None:
-    nodes.add(2)
-    run = start(tmp_path, (1, 2), links=Links(same_node_bytes_per_s=2.0), timeout_s=50.0)
-    wait_for_step(run)
-    with pytest.raises(
-        ResizeFailed, match=r"to move 960 B takes 60 s at the speeds of `links`, more than timeout_s=50"
-    ):
-        run.resize(parallel=PLAIN)
-    wait_for_step(run)
-    result = finish(run, tmp_path)
-    check_exact(result)
-    assert "quiesce" not in result.resizes[0].phases
+    assert not_begun not in result.resizes[0].phases
 
 
 def test_run_whose_slots_are_smaller_than_the_state_does_not_begin(nodes: Any, tmp_path: Path) -> None:
