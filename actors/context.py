@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ray_etc.planners.parallel import Coordinate, ParallelConfig
@@ -50,10 +51,11 @@ class Context:
 
 
 def environment_for(parallel: ParallelConfig) -> dict[str, str]:
-    """What a rank needs in its environment before it touches a GPU, unless its user wants it otherwise.
+    """What a rank needs in its environment before it touches a GPU, less what its user has set otherwise.
 
     Under tensor and context parallelism Megatron relies on the order in which it launches what is sent, and so on one
     queue to the GPU. Elsewhere one queue would only have streams wait for each other.
     """
     is_ordered = parallel.tensor_parallel > 1 or parallel.context_parallel > 1
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_ordered else {}
+    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_ordered else {}
+    return {name: value for name, value in needed.items() if name not in os.environ}

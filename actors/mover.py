@@ -111,8 +111,9 @@ class Mover:
             timeout_s: for all of it.
             on_event: told of each stage as it is reached: "local:done", then for each round i "round:i:packed",
                 "round:i:received" and "round:i:unpacked", then "moved" and "certified". Tests script faults with it.
-                On GPUs a stage is told when it is enqueued, with its stream as torch's current one, and each piece of
-                the target is read back and summed as it is written. On CPUs the target is summed after "moved".
+                On GPUs a stage is told when it is enqueued, with its stream as torch's current one, so that a round is
+                packed before the last is unpacked, and each piece of the target is read back and summed as it is
+                written. On CPUs the target is summed after "moved".
 
         Raises:
             TransportError: the target is then of no use; the source is untouched.
@@ -174,7 +175,7 @@ class Mover:
         on_event("moved")
         work.local_arrived.run()
         for each in work.rounds:
-            each.arrived.run()
+            each.check.run()
         return Times(local_end - start, wire_end - local_end, time.perf_counter() - wire_end)
 
     def _source_slice(self, move: Move) -> torch.Tensor:

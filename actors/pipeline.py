@@ -39,13 +39,9 @@ class Pipeline:
 
     def __init__(self, work: Work, transport: NcclTransport | None, device: torch.device) -> None:
         self._work, self._transport = work, transport
-        # NCCL's kernels come first when processors are free: everything else waits for them in the end. The other
-        # priorities, of which torch has four, keep streams from sharing a queue to the GPU, in which what comes after
-        # an event waits for it: ranks under tensor parallelism have one (CUDA_DEVICE_MAX_CONNECTIONS=1). The last two
-        # may share one: then only when the local copies are known to be there is late.
-        self._wire, self._pack, self._unpack, self._check, self._side = (
-            torch.cuda.Stream(device, priority=priority) for priority in (-3, -2, -1, 0, 0)
-        )
+        self._pack, self._unpack, self._side, self._check = (torch.cuda.Stream(device) for _ in range(4))
+        # NCCL's kernels come first when processors are free: everything else waits for them in the end.
+        self._wire = torch.cuda.Stream(device, priority=-1)
         self._start, self._local, self._carried, self._moved, self._certified = (
             torch.cuda.Event(enable_timing=True) for _ in range(5)
         )
@@ -80,18 +76,37 @@ class Pipeline:
         event.synchronize()
 
     def _enqueue(self, deadline: Deadline, on_event: Callable[[str], None]) -> None:
-        """An event is told when its stage is enqueued, on the stage's stream: what it enqueues comes right after."""
+        """An event is told when its stage is enqueued, on the stage's stream: what it enqueues comes right after.
+
+        The order also suits a GPU on which all streams share one queue, as where a rank of Megatron's under tensor
+        parallelism has only that (CUDA_DEVICE_MAX_CONNECTIONS=1). What comes after an event there waits for it, on any
+        stream, so nothing that could run now may come after an event that is yet to happen.
+        """
         rounds = self._work.rounds
-        unpacked: list[torch.cuda.Event] = []
         carried: list[torch.cuda.Event] = []
+        unpacked: list[torch.cuda.Event] = []
+
+        def pack(index: int) -> None:
+            with torch.cuda.stream(self._pack):
+                if index >= BUFFERS:
+                    self._pack.wait_event(carried[index - BUFFERS])
+                if rounds[index].has_relays:
+                    self._pack.wait_stream(self._unpack)  # of all earlier rounds
+                rounds[index].pack.run()
+                on_event(f"round:{index}:packed")
+
+        def check(index: int) -> None:
+            unpacked.append(self._unpack.record_event())
+            with torch.cuda.stream(self._check):
+                self._check.wait_event(unpacked[index])
+                rounds[index].check.run()
+
         if rounds:
-            self._pack_round(0, carried, unpacked, on_event)
+            pack(0)
         with torch.cuda.stream(self._side):
             self._work.local.run()
             on_event("local:done")
         for index, each in enumerate(rounds):
-            if index:
-                self._pack_round(index, carried, unpacked, on_event)
             with torch.cuda.stream(self._wire):
                 self._wire.wait_stream(self._pack)
                 if index >= BUFFERS:
@@ -99,18 +114,21 @@ class Pipeline:
                 assert self._transport is not None
                 self._transport.post(each.sends, each.receives, deadline)
                 on_event(f"round:{index}:received")
-                carried.append(self._wire.record_event())
+            following = rounds[index + 1] if index + 1 < len(rounds) else None
+            if following and not following.has_relays:
+                pack(index + 1)
+            if index:
+                check(index - 1)
+            carried.append(self._wire.record_event())
             with torch.cuda.stream(self._unpack):
                 self._unpack.wait_event(carried[index])
                 each.unpack.run()
                 on_event(f"round:{index}:unpacked")
-                unpacked.append(self._unpack.record_event())
-            with torch.cuda.stream(self._check):
-                self._check.wait_event(unpacked[index])
-                each.direct.run()
-                each.arrived.run()
+            if following and following.has_relays:
+                pack(index + 1)
+        if rounds:
+            check(len(rounds) - 1)
         with torch.cuda.stream(self._side):
-            # Not before: in a queue that streams share, all that comes after it would wait for the local copies.
             self._local.record()
             self._work.local_arrived.run()
         with torch.cuda.stream(self._unpack):
@@ -122,18 +140,3 @@ class Pipeline:
             for stream in (self._pack, self._unpack, self._side):
                 self._check.wait_stream(stream)
             self._certified.record()
-
-    def _pack_round(
-        self,
-        index: int,
-        carried: list[torch.cuda.Event],
-        unpacked: list[torch.cuda.Event],
-        on_event: Callable[[str], None],
-    ) -> None:
-        with torch.cuda.stream(self._pack):
-            if index >= BUFFERS:
-                self._pack.wait_event(carried[index - BUFFERS])
-            if index and self._work.rounds[index].has_relays:
-                self._pack.wait_event(unpacked[-1])  # of all earlier rounds: they are unpacked in order
-            self._work.rounds[index].pack.run()
-            on_event(f"round:{index}:packed")

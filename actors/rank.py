@@ -82,8 +82,7 @@ class Rank:
         """From now on this process is the rank of `context`."""
         self._is_taken.set()
         os.environ.update(environment)
-        for name, value in environment_for(context.parallel).items():
-            os.environ.setdefault(name, value)
+        os.environ.update(environment_for(context.parallel))
         if ray.util.get_node_ip_address().startswith("127."):
             for library in ("GLOO", "NCCL"):  # neither looks at loopback by itself
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")

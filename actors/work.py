@@ -35,14 +35,13 @@ Messages = dict[int, list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Round:
-    """What one round does here. `direct` sums what leaves without being packed, `arrived` what was not read back."""
+    """What one round does here. `check` sums what leaves unpacked, and what arrived unless that was read back."""
 
     pack: Pass
-    direct: Pass
     sends: Messages
     receives: Messages
     unpack: Pass
-    arrived: Pass
+    check: Pass
     has_relays: bool
 
 
@@ -115,7 +114,7 @@ class Work:
         load(
             [
                 *(self.local, self.local_arrived),
-                *(part for each in self.rounds for part in (each.pack, each.direct, each.unpack, each.arrived)),
+                *(part for each in self.rounds for part in (each.pack, each.unpack, each.check)),
             ]
         )
 
@@ -148,15 +147,14 @@ class Work:
         pack_share = 1.0 if index == 0 else PACK_SHARE
         unpack_share = 1.0 if index == count - 1 else PACK_SHARE
         packing = [Job(each.view, each.packed, left=each.number) for each in leaving if each.packed is not None]
-        direct = [Job(each.view, None, left=each.number) for each in leaving if each.packed is None]
+        direct = [Job(None, each.view, arrived=each.number) for each in leaving if each.packed is None]
         unpacking, checks = self._writing([(each.packed, each.view, None, each.number) for each in arriving])
         return Round(
             pack=Pass(packing, self.sums, pack_share),
-            direct=Pass(direct, self.sums, CHECK_SHARE),
             sends=outgoing,
             receives=incoming,
             unpack=Pass(unpacking, self.sums, unpack_share),
-            arrived=Pass(checks, self.sums, CHECK_SHARE),
+            check=Pass(direct + checks, self.sums, CHECK_SHARE),
             has_relays=any(move.is_relay for moves in sends.values() for move in moves),
         )
 

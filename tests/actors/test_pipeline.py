@@ -37,7 +37,8 @@ class Gpu:
     ) -> dict[str, tuple[float, float]]:
         """When each stage begins and ends, where each takes so long.
 
-        Streams of one queue hold each other up at events: whatever comes after an event, on any of them, waits for it.
+        A queue hands out what is in it in order, so that whatever comes after a stage that cannot begin yet, or after
+        an event that is yet to happen, waits for that, on any stream.
         """
         free: dict[Any, float] = {}
         issued: dict[Any, float] = {}
@@ -50,8 +51,7 @@ class Gpu:
             end = begin + (seconds(stage) if stage else 0.0)
             free[id(stream)] = end
             happened |= {id(event): end for event in records}
-            if waits or records:
-                issued[queue] = end
+            issued[queue] = end if waits or records else begin
             if stage:
                 times[stage] = (begin, end)
         return times
@@ -106,7 +106,7 @@ def enqueue(gpu: Gpu, relays: list[bool]) -> None:
 
     rounds = [
         SimpleNamespace(
-            **{part: stage(f"{part} {index}") for part in ("pack", "unpack", "direct", "arrived")},
+            **{part: stage(f"{part} {index}") for part in ("pack", "unpack", "check")},
             **{"sends": index, "receives": index, "has_relays": has_relays},
         )
         for index, has_relays in enumerate(relays)
@@ -131,8 +131,7 @@ def test_stages_wait_for_each_other_however_long_each_takes(gpu: Gpu, relays: li
     for index, has_relays in enumerate(relays):
         follows(f"wire {index}", f"pack {index}")
         follows(f"unpack {index}", f"wire {index}")
-        for check in ("direct", "arrived"):
-            follows(f"{check} {index}", f"unpack {index}")
+        follows(f"check {index}", f"unpack {index}")
         for earlier in range(index if has_relays else 0):
             follows(f"pack {index}", f"unpack {earlier}")
         if index >= BUFFERS:
@@ -156,15 +155,12 @@ def test_next_round_is_packed_and_the_last_unpacked_while_one_is_on_the_wire(gpu
         assert times[f"unpack {index - 1}"][0] < times[f"wire {index}"][1]
 
 
-def test_streams_do_not_hold_each_other_up_where_they_share_a_queue_by_priority(gpu: Gpu) -> None:
+def test_messages_follow_each_other_at_once_where_all_streams_share_one_queue(gpu: Gpu) -> None:
     enqueue(gpu, [False] * 12)
-
-    def times(queue_of: Callable[[Any], Any] | None = None) -> dict[str, tuple[float, float]]:
-        found = gpu.times(lambda stage: {"local": 9.0}.get(stage, 0.9 if "pack" in stage else 1.0), queue_of)
-        return {stage: when for stage, when in found.items() if stage not in ("local arrived", "what is moved")}
-
-    assert times(lambda stream: stream.priority) == times()
-    assert times(lambda stream: None) != times()  # so it would show
+    durations = {"local": 50.0, "local's": 1.0, "wire": 1.0, "pack": 0.9, "unpack": 0.9, "check": 0.9}
+    times = gpu.times(lambda stage: durations.get(stage.split()[0], 0.0), lambda stream: None)
+    for index in range(1, 12):
+        assert times[f"wire {index}"][0] == pytest.approx(times[f"wire {index - 1}"][1])
 
 
 def test_no_message_waits_for_the_local_copies_where_all_streams_share_one_queue(gpu: Gpu) -> None:

@@ -65,7 +65,6 @@ def test_both_ends_cut_every_message_alike(
         rounds = [work.rounds[index] for work in made]
         for here in rounds:
             here.pack.run()
-            here.direct.run()
         for sender, here in enumerate(rounds):
             for receiver, buffers in here.sends.items():
                 into = rounds[receiver].receives[sender]
@@ -74,7 +73,7 @@ def test_both_ends_cut_every_message_alike(
                     other.copy_(buffer)
         for here in rounds:
             here.unpack.run()
-            here.arrived.run()
+            here.check.run()
     for rank, views in enumerate(targets):
         assert all(same_bytes(view, part_of(shard)) for view, shard in zip(views, plan.target[rank], strict=True))
     sums = [work.fetch_sums() for work in made]
