@@ -15,13 +15,15 @@ from ray_etc.planners.parallel import Coordinate
 class Entered:
     """A rank that has built its model: what it holds, and how another process in its slot can map it.
 
-    `shared` is None while its memory is emptied for a tight handover. `derived` is that of its `TrainState`.
+    `shared` is None while its memory is emptied for a tight handover. `derived` is that of its `TrainState`, `stages`
+    of its `Session`.
     """
 
     layout: RankLayout
     shared: SharedMemory | None
     allocations: Allocations
     derived: dict[Key, Key] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

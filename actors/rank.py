@@ -117,7 +117,9 @@ class Rank:
         """
         self._limit = limit
         try:
+            self._session.begin_stage("join")
             self._join_world(store, timeout_s)
+            self._session.begin_stage("build")
             if torch.cuda.is_available() and is_emptied:
                 from ray_etc.actors.host_memory import HostMemory  # what it needs comes with torch for CUDA
 
@@ -155,7 +157,7 @@ class Rank:
                 self._on_host.settle()
                 limit_training(*self._limit)  # not before, since torch counts memory of the host, too
         shared = None if is_emptied else self._memory.share()
-        return Entered(state.layout(), shared, self._memory.allocations, state.derived)
+        return Entered(state.layout(), shared, self._memory.allocations, state.derived, self._session.stages)
 
     @ray.method(concurrency_group="control")
     def begin(self, first_step: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ray_etc.planners.parallel import ParallelConfig
@@ -18,8 +19,9 @@ class ResizeRecord:
 
     Times are in seconds, moments in Unix time. `pause_s` runs from the end of the last step of the old generation
     to the start of the first step of the new one; `phases` holds how long each part took, `phases_began_at` when each
-    began first. `error` says why a resize
-    was given up; training then went on in the old generation, or a recovery was tried again.
+    began first. "prepare" consists of "start", "import", "join", "build" and "warm_up", each as long as its slowest rank
+    took for it. `error` says why a resize was given up; training then went on in the old generation, or a recovery was
+    tried again.
 
     `move_s_predicted` is what the plan expects of the move and its certificate, by the trainer's `links`.
 
@@ -64,6 +66,14 @@ class ResizeRecord:
             yield
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - start
+
+    def take_in_stages(self, ranks: Iterable[Mapping[str, float]]) -> None:
+        """Adds what "prepare" consists of, by the `stages` of each new rank's session."""
+        for stages in ranks:
+            began = [("start", self.phases_began_at["prepare"]), *sorted(stages.items(), key=lambda each: each[1])]
+            for (name, at), (_, until) in pairwise(began):
+                self.phases[name] = max(self.phases.get(name, 0.0), until - at)
+                self.phases_began_at[name] = min(self.phases_began_at.get(name, at), at)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, without the plan."""

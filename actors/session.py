@@ -65,6 +65,8 @@ class Session:
         """Called on the train thread once the model is built."""
         self.nbytes_between_steps: int | None = None
         """What torch's allocator has given out after a step, on a GPU: after the first, and whenever it is trimmed."""
+        self.stages: dict[str, float] = {"import": time.time()}
+        """When each stage of this rank's start began, in Unix time; it is "entered" where it awaits its first step."""
         self._changed = threading.Condition()
         self._load: Load | None = None
         self._first_step: int | None = None
@@ -119,6 +121,10 @@ class Session:
             self._is_over = True
             self._changed.notify_all()
 
+    def begin_stage(self, stage: str) -> None:
+        """What comes now of a rank's start; see `stages`."""
+        self.stages[stage] = time.time()
+
     def _enter(self, state: TrainState, total: int) -> int:
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -133,6 +139,7 @@ class Session:
             torch.cuda.synchronize()  # what the model was built with, before another stream writes over it
         for optimizer in state.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        self.begin_stage("entered")
         with self._changed:
             self.state, self.total_steps = state, total
             self._changed.notify_all()
@@ -345,3 +352,9 @@ def current_session() -> Session:
     if _session is None:
         raise RuntimeError("this works only inside a train loop that ElasticTrainer runs")
     return _session
+
+
+def begin_stage(stage: str) -> None:
+    """See `Session.stages`; nothing outside of a rank."""
+    if _session is not None:
+        _session.begin_stage(stage)

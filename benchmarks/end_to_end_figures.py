@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -56,17 +56,26 @@ def back_to_normal(steps: Sequence[Step], paused_at: float) -> dict[str, Any]:
     return first
 
 
-def shadow(before: Sequence[Step], beside: Sequence[Step]) -> dict[str, Any]:
-    """Step time of a generation before the next one is prepared, and while it is."""
+def shadow(before: Sequence[Step], beside: Sequence[Step], began_at: Mapping[str, float]) -> dict[str, Any]:
+    """Step time of a generation before the next one is prepared, and while it is; what was lost in each stage of that.
+
+    `began_at`: when each stage began. A step counts for the stage in which it started.
+    """
     alone = [step.seconds for step in before[SETTLING_STEPS:]]
     slowed = [step.seconds for step in beside]
     if not alone or not slowed:
         return {"shadow_steps": len(slowed), "shadow_slowdown": None}
+    normal_s = statistics.median(alone)
+    lost: dict[str, float] = {}
+    for step in beside:
+        _, stage = max(((at, stage) for stage, at in began_at.items() if at <= step.started_at), default=(0.0, "start"))
+        lost[stage] = lost.get(stage, 0.0) + step.seconds - normal_s
     return {
         "shadow_steps": len(slowed),
         "step_before_s": statistics.mean(alone),
         "step_beside_shadow_s": statistics.mean(slowed),
         "step_beside_shadow_max_s": max(slowed),
+        "shadow_lost_s": lost,
         "steps_beside_shadow": [[step.started_at, step.seconds] for step in beside],
         "shadow_slowdown": statistics.mean(slowed) / statistics.mean(alone) - 1.0,
     }

@@ -222,6 +222,7 @@ class Controller:
         try:
             with record.phase("prepare"):
                 start_generation(new, self.job, self.watch.wait, record.memory_mode == "tight")
+            record.take_in_stages(each.stages for each in new.entered)
             handover.carry_out()
         except BaseException:
             handover.abort()

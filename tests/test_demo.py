@@ -33,7 +33,10 @@ def test_demo_grows_changes_shrinks_and_loses_nothing(tmp_path: Path) -> None:
         assert record["certified"] is True
         assert 0 < record["nbytes_lower_bound"] <= record["nbytes_wire"]
         assert record["nbytes_local"] > 0
-        assert 0 < record["pause_s"] < record["phases"]["prepare"]
+        phases = record["phases"]
+        assert 0 < record["pause_s"] < phases["prepare"]
+        stages = [phases[stage] for stage in ("start", "import", "join", "build", "warm_up")]
+        assert max(stages) < phases["prepare"] < sum(stages) + 1.0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ray_etc.actors.session import about_step, is_first_generation
+from ray_etc.actors.session import about_step, begin_stage, is_first_generation
 from ray_etc.megatron import batches, cpu, mesh
 from ray_etc.megatron.config import BatchConfig, GPTConfig, OptimizerSettings, check_parallel
 from ray_etc.megatron.data import SampleLoader, open_tokens
@@ -116,6 +116,7 @@ def build(
         _require_steps(scheduler, train_state.next_step)
     task = Task(config, batch, chunks, megatron_optimizer, scheduler, loader, train_state)
     if not is_first_generation() and about_step() is not None:
+        begin_stage("warm_up")
         warm_up(task, parallel)
     return task
 
