@@ -19,9 +19,9 @@ class ResizeRecord:
 
     Times are in seconds, moments in Unix time. `pause_s` runs from the end of the last step of the old generation
     to the start of the first step of the new one; `phases` holds how long each part took, `phases_began_at` when each
-    began first. "prepare" consists of "start", "import", "join", "build" and "warm_up", each as long as its slowest rank
-    took for it. `error` says why a resize was given up; training then went on in the old generation, or a recovery was
-    tried again.
+    began first. "prepare" consists of "start", "import", "join", "build" and "warm_up", each as long as the rank took
+    that was slowest in it. `error` says why a resize was given up; training then went on in the old generation, or a
+    recovery was tried again.
 
     `move_s_predicted` is what the plan expects of the move and its certificate, by the trainer's `links`.
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from logical import Logical, load, read, whole
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from ranks import run_ranks
 from tiny import ONE, build, parallel
 
 from ray_etc.actors.context import Context
 from ray_etc.actors.session import open_session
 from ray_etc.actors.small_state import SmallState
-from ray_etc.megatron import GPTConfig
+from ray_etc.megatron import GPTConfig, Task
 from ray_etc.megatron.compat import leaf_optimizers
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -190,6 +191,31 @@ def test_warm_up_step_leaves_no_trace(config: ParallelConfig, monkeypatch: pytes
         assert streams[0] == streams[1]
         assert (a["microbatches"], a["lr"]) == (b["microbatches"], b["lr"])
         assert a["gradients"] == a["weights"] == a["moments"] == 0.0
+
+
+def test_warm_up_step_runs_through_one_layer_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelConfig(pipeline_parallel=2, virtual_pipeline=2)
+    ran: list[int] = []
+    train_on = Task.train_on
+
+    def counted(task: Task, micro_batch_count: int) -> dict[str, Any]:
+        for chunk in task.chunks:
+            for part in chunk.modules():
+                if isinstance(part, TransformerLayer):
+                    part.register_forward_hook(lambda layer, *_: ran.append(layer.layer_number))
+        return train_on(task, micro_batch_count)
+
+    def look() -> tuple[list[int], list[int]]:
+        rank = dist.get_rank()
+        open_session(Context("test", 1, config, rank, rank, config.world_size, 0, rank, about_step=3))
+        task = build(config, num_layers=8)
+        warm = sorted(set(ran))
+        ran.clear()
+        task.train_step()
+        return warm, sorted(set(ran))
+
+    monkeypatch.setattr(Task, "train_on", counted)
+    assert run_ranks(look, 2) == [([1, 5], [1, 2, 5, 6]), ([3, 7], [3, 4, 7, 8])]
 
 
 def test_build_says_what_is_wrong() -> None:
