@@ -16,12 +16,16 @@ NORMAL = 1.05
 
 @dataclass(frozen=True)
 class Step:
-    """One step of all ranks: it starts, and ends, with the last of them. Moments are Unix times in seconds."""
+    """One step of all ranks: it starts, and ends, with the last of them. Moments are Unix times in seconds.
+
+    `waited_s`: how long threads of its process were ready to run but had no processor, together.
+    """
 
     number: int
     started_at: float
     ended_at: float
     loss: float
+    waited_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -32,7 +36,10 @@ def of_all_ranks(ranks: Iterable[Step]) -> Step:
     """One step, from what each rank says of it."""
     steps = list(ranks)
     first = steps[0]
-    return Step(first.number, max(each.started_at for each in steps), max(each.ended_at for each in steps), first.loss)
+    started_at, ended_at, waited_s = (
+        max(getattr(each, name) for each in steps) for name in ("started_at", "ended_at", "waited_s")
+    )
+    return Step(first.number, started_at, ended_at, first.loss, waited_s)
 
 
 def normal_step_s(steps: Sequence[Step]) -> float | None:
@@ -76,6 +83,8 @@ def shadow(before: Sequence[Step], beside: Sequence[Step], began_at: Mapping[str
         "step_beside_shadow_s": statistics.mean(slowed),
         "step_beside_shadow_max_s": max(slowed),
         "shadow_lost_s": lost,
+        "step_waited_before_s": statistics.mean(step.waited_s for step in before[SETTLING_STEPS:]),
+        "step_waited_beside_shadow_s": statistics.mean(step.waited_s for step in beside),
         "steps_beside_shadow": [[step.started_at, step.seconds] for step in beside],
         "shadow_slowdown": statistics.mean(slowed) / statistics.mean(alone) - 1.0,
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +30,20 @@ def build(config: dict[str, Any], parallel: ParallelConfig) -> megatron.Task:
 
 def timed_step(task: megatron.Task, number: int) -> Step:
     """One step, until the GPU is done with it."""
-    started_at = time.time()
+    started_at, waited_s = time.time(), _waited_s()
     loss = task.train_step()["loss"]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return Step(number, started_at, time.time(), loss)
+    return Step(number, started_at, time.time(), loss, _waited_s() - waited_s)
+
+
+def _waited_s() -> float:
+    """How long the threads of this process have been ready to run but had no processor, together, by Linux's count."""
+    waited_ns = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError, IndexError):  # it may have ended, and some sandboxes do not count
+            waited_ns += int((thread / "schedstat").read_text().split()[1])
+    return waited_ns / 1e9
 
 
 def train(config: dict[str, Any]) -> None:

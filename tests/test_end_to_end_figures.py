@@ -41,7 +41,8 @@ def test_what_the_shadow_costs_is_told_by_the_stage_in_which_each_step_started()
 
 
 def test_a_step_starts_and_ends_with_its_last_rank() -> None:
-    assert of_all_ranks([Step(3, 1.0, 5.0, 2.5), Step(3, 2.0, 4.0, 2.5)]) == Step(3, 2.0, 5.0, 2.5)
+    ranks = [Step(3, 1.0, 5.0, 2.5, 0.25), Step(3, 2.0, 4.0, 2.5, 0.5)]
+    assert of_all_ranks(ranks) == Step(3, 2.0, 5.0, 2.5, 0.5)
 
 
 def test_losses_are_compared_where_both_have_them() -> None:
