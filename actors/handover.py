@@ -20,7 +20,7 @@ from ray_etc.actors.headroom import Headroom
 from ray_etc.actors.messages import Boundary
 from ray_etc.actors.outcomes import not_built
 from ray_etc.actors.record import ResizeRecord
-from ray_etc.actors.tight import TightMove
+from ray_etc.actors.tight import TightMove, peak_of_slots
 from ray_etc.planners.errors import StateMissing
 from ray_etc.planners.facts import facts_of
 from ray_etc.planners.migrate import make_plan
@@ -92,7 +92,7 @@ class Handover:
         if self._tight is not None:
             self._tight.carry_out()
         else:
-            self._move_and_certify(plan)
+            self._move_and_certify(plan, boundaries)
         try:
             self._load_and_commit(boundaries)
         except Exception as error:
@@ -226,17 +226,21 @@ class Handover:
             )
         self._wait(preparing, self._timeout_s, "the move to be prepared")
 
-    def _move_and_certify(self, plan: MigrationPlan) -> None:
+    def _move_and_certify(self, plan: MigrationPlan, boundaries: dict[int, Boundary]) -> None:
         with self._record.phase("move"):
-            reports = self._wait(
+            moved = self._wait(
                 [m.move.remote(self._group, self._timeout_s) for m in self._members],
                 self._timeout_s,
                 "the state to move",
             )
+        reports = [each.move for each in moved]
         for part in ("local", "wire", "certify"):
             self._record.phases[part] = max(getattr(report, f"{part}_s") for report in reports)
         with self._record.phase("certify"):
             compare(plan, reports)
+        if not self._old.dead:  # who is frozen in a step holds its activations, too
+            held = {self._old.slots[rank].slot_id: each.nbytes_allocated for rank, each in boundaries.items()}
+            self._record.nbytes_peak = int(peak_of_slots(plan, self._new.slot_ids, moved, held).max())
 
     def _load_and_commit(self, boundaries: dict[int, Boundary]) -> None:
         next_step = next(iter(boundaries.values())).next_step

@@ -29,7 +29,7 @@ from ray_etc.planners.plan import MigrationPlan
 @dataclass(frozen=True, eq=False)
 class Choice:
     """`phased` is None in the safe mode. `releases_early`: there is no room for the old state beside the new
-    generation's first step, so it is released before that begins. `nbytes_peak`: of any slot, as predicted."""
+    generation's first step, so it is released before that begins. `nbytes_peak`: see `ResizeRecord`."""
 
     phased: PhasedPlan | None
     releases_early: bool
@@ -79,13 +79,13 @@ class Headroom:
 
     Args:
         limit_nbytes: what all processes of a slot may have together; None for all of a GPU, or no limit on CPUs.
-        links: the speeds that phases are planned by.
+        links: the speeds that phases are planned by, and how large a slice needs no staging.
     """
 
     def __init__(
         self, old: Generation, limit_nbytes: int | None, usages: Mapping[int, Usage], links: Links | None = None
     ) -> None:
-        self._old, self._limit_nbytes, self._usages, self._links = old, limit_nbytes, usages, links
+        self._old, self._limit_nbytes, self._usages, self._links = old, limit_nbytes, usages, links or Links()
 
     @classmethod
     def of(cls, old: Generation, job: TrainJob, wait: Wait, trims: bool) -> Headroom:
@@ -105,21 +105,31 @@ class Headroom:
             DoesNotFit: in neither mode.
         """
         memory = memory_of(plan)
-        if not self.is_limited:
-            return Choice(None, False, int(memory.safe.max(initial=0)))
         old = {slot.slot_id: each.allocations for slot, each in zip(self._old.slots, self._old.entered, strict=True)}
         free, reserved, kept, beside, scratch = self._free(plan, memory.after)
+        safe_peak = self._held(plan, old, new) + kept + beside + scratch
+        if not self.is_limited:
+            return Choice(None, False, int(safe_peak.max(initial=0)))
         safe_room = free + memory.before - scratch
         # Where not even an empty process fits beside the training, there is no shadow to build anything in.
         tight_room = np.where(free < 0, free, free + reserved - kept)
         if (memory.safe <= safe_room).all():
             steps = reserved - memory.before
             early = bool((memory.safe + np.maximum(steps, 0) > safe_room).any())
-            return Choice(None, early, int(memory.safe.max(initial=0)))
+            return Choice(None, early, int(safe_peak.max(initial=0)))
         phased = cut_in_phases(plan, old, new, self._old.derived, self._links)
         # Once everything is there, the new ranks make their scratch memory.
         choose_mode(plan, memory.safe, np.maximum(phased.peak, memory.after + scratch), safe_room, tight_room)
         return Choice(phased, True, int((phased.peak + kept + beside).max(initial=0)))
+
+    def _held(self, plan: MigrationPlan, old: Mapping[int, Allocations], new: Mapping[int, Allocations]) -> np.ndarray:
+        """What the old state with its scratch memory, the new state and staging take of each slot: int64 [ranks]."""
+        is_on_gpus = any(each.total is not None for each in self._usages.values())
+        held = memory_of(plan, self._links.direct_nbytes if is_on_gpus else None).staging
+        for rank, slot_id in enumerate(plan.slots):
+            held[rank] += sum(sum(side[slot_id].nbytes) for side in (old, new) if slot_id in side)
+            held[rank] += self._usages[slot_id].scratch if slot_id in self._usages else 0
+        return held
 
     def _free(self, plan: MigrationPlan, after: np.ndarray) -> tuple[np.ndarray, ...]:
         """Of each rank of the plan, in bytes: what is free for the state of a new process while the old one trains;

@@ -82,10 +82,21 @@ class StateMemory:
         return sum(nbytes for _, nbytes in self._scratch)
 
     def nbytes_allocated(self) -> int:
-        """What torch's allocator has given out in this process; on CPUs what is held of the state."""
+        """What torch's allocator has given out in this process; on CPUs what is held of state and scratch memory."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        return self.nbytes_held
+        return self.nbytes_held + sum(storage.nbytes() for storage, _ in self._scratch)
+
+    def reset_peak(self) -> None:
+        """Begin to measure `nbytes_peak`."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def nbytes_peak(self, staging_nbytes: int) -> int:
+        """The most that was allocated since `reset_peak`; on CPUs `staging_nbytes` beside what is now."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self.nbytes_allocated() + staging_nbytes
 
     def usage(self, share: float = 1.0, nbytes_between_steps: int | None = None) -> Usage:
         """`share` is the slot's, of a GPU; `nbytes_between_steps` what torch has given out then, where it is known."""

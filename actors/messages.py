@@ -52,6 +52,8 @@ class Boundary:
     """Of each replicated item; filled in where the boundary leaves the rank."""
     is_whole: bool = True
     """False where the step made no update: gradients that it may have gathered for a later one are not moved."""
+    nbytes_allocated: int = 0
+    """What this process has allocated while it is paused; filled in where the boundary leaves the rank."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class RankPhase:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """What one rank did in a phase, and the most that it had allocated meanwhile, in bytes."""
+    """What one rank did in a phase, or in a safe move, and the most that it had allocated meanwhile, in bytes."""
 
     move: MoveReport
     nbytes_peak: int
@@ -84,7 +84,7 @@ def move_as_new(
 
     `layout` and `views` are all of what this rank shall hold; `shared` is all of what the old one shared.
     """
-    _reset_peak(memory)
+    memory.reset_peak()
     memory.make(part.made)
     target, targets = [layout[n] for n in part.wanted], [views[n] for n in part.wanted]
     if part.derived is not None:
@@ -105,7 +105,7 @@ def move_as_old(
     on_event: Callable[[str], None] = lambda event: None,
 ) -> PhaseReport:
     """As an old rank whose slot is leaving: send what others need."""
-    _reset_peak(memory)
+    memory.reset_peak()
     sources = [views[n] for n in part.held]
     mover = Mover(part.plan, transport, sources, part.source, [], (), memory.device, part.direct_nbytes)
     return _run(mover, memory, timeout_s, on_event)
@@ -185,11 +185,4 @@ def _run(mover: Mover, memory: StateMemory, timeout_s: float, on_event: Callable
     finally:
         mover.close()
         memory.trim()
-    if memory.device.type == "cuda":
-        return PhaseReport(report, torch.cuda.max_memory_allocated(memory.device))
-    return PhaseReport(report, memory.nbytes_held + staging_nbytes)
-
-
-def _reset_peak(memory: StateMemory) -> None:
-    if memory.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(memory.device)
+    return PhaseReport(report, memory.nbytes_peak(staging_nbytes))

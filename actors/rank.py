@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from ray_etc.actors.errors import ResizeFailed
 from ray_etc.actors.imports import import_all, import_all_in_background
 from ray_etc.actors.memory import StateMemory, limit_training
 from ray_etc.actors.messages import Boundary, Entered, Load, Progress, Usage
-from ray_etc.actors.mover import Mover, MoveReport
+from ray_etc.actors.mover import Mover
 from ray_etc.actors.outcomes import Failed, Finished, Outcome, Replaced
 from ray_etc.actors.phased import PhaseReport, RankPhase, check_derived, move_as_new, move_as_old, warm_up
 from ray_etc.actors.session import GenerationReplaced, open_session
@@ -58,6 +59,7 @@ class Rank:
         self._memory: StateMemory | None = None
         self._mapped: list[torch.Tensor] = []
         self._mover: Mover | None = None
+        self._staging_nbytes = 0
         self._limit: tuple[float, int | None] = (0.0, None)
         self._working = threading.Lock()
         self._ended: set[str] = set()
@@ -193,7 +195,8 @@ class Rank:
 
     @ray.method(concurrency_group="control")
     def wait_paused(self, timeout_s: float) -> Boundary:
-        return self._session.wait_paused(timeout_s)
+        boundary = self._session.wait_paused(timeout_s)
+        return replace(boundary, nbytes_allocated=self._held_memory().nbytes_allocated())
 
     @ray.method(concurrency_group="control")
     def freeze(self, timeout_s: float) -> Boundary:
@@ -238,13 +241,16 @@ class Rank:
                     *(plan, get_group(group), source_views, source, target_views, target),
                     direct_nbytes=direct_nbytes,
                 )
-                self._mover.prepare()
+                self._staging_nbytes = self._mover.prepare()
 
     @ray.method(concurrency_group="control")
-    def move(self, group: str, timeout_s: float) -> MoveReport:
+    def move(self, group: str, timeout_s: float) -> PhaseReport:
         with self._at_work_for(group), torch.cuda.stream(self._stream):
             assert self._mover is not None
-            return self._mover.run(timeout_s, self._session.on_move_event)
+            memory = self._held_memory()
+            memory.reset_peak()
+            report = self._mover.run(timeout_s, self._session.on_move_event)
+            return PhaseReport(report, memory.nbytes_peak(self._staging_nbytes))
 
     @ray.method(concurrency_group="control")
     def load(self, next_step: int, replicated: bytes, streams: dict[Coordinate, bytes], timeout_s: float) -> None:

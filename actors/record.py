@@ -26,9 +26,11 @@ class ResizeRecord:
     `move_s_predicted` is what the plan expects of the move and its certificate, by the trainer's `links`.
 
     `memory_mode` is "safe" where the old state stays whole until the commit, else "tight": it is released phase by
-    phase, and after the first release the old generation cannot go on. `nbytes_peak_predicted` is the most that the
-    plan expects any slot to hold of old state, new state and staging; `nbytes_peak` what its two processes had
-    allocated at the worst moment, known of a tight resize only.
+    phase, and after the first release the old generation cannot go on. `nbytes_peak` is the most that the processes of
+    any slot had allocated while the state moved, by torch's allocator, or counted from the state on CPUs: old and new
+    state, staging, what each process keeps from step to step besides and, in the safe mode, gradients; nothing of a
+    step, since none runs then. `nbytes_peak_predicted` is what the plan expects of that. A recovery has neither:
+    survivors stand still inside a step.
     """
 
     generation: int

@@ -5,7 +5,7 @@ After the first release the old generation cannot go on, and until the last phas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,18 @@ from ray_etc.planners.layout import Key
 from ray_etc.planners.phases import PhasedPlan
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.words import count, size
+
+
+def peak_of_slots(
+    plan: MigrationPlan, new: Collection[int], reports: Sequence[PhaseReport], of_old: Mapping[int, int]
+) -> np.ndarray:
+    """What the processes of each of the plan's slots had allocated at the worst moment: int64 [ranks].
+
+    `new` are the slots with a new rank, which reports; beside it is what the old rank there had, `of_old` by slot. In
+    the others the old rank itself reports.
+    """
+    beside = [of_old.get(slot_id, 0) if slot_id in new else 0 for slot_id in plan.slots]
+    return np.array([report.nbytes_peak for report in reports], dtype=np.int64) + np.array(beside, dtype=np.int64)
 
 
 class TightMove:
@@ -76,9 +88,7 @@ class TightMove:
             # What the old rank released so far is not counted: this phase began after it.
             held = self._release(phase.released)
             self._done += 1
-            for rank, slot_id in enumerate(self._plan.slots):
-                of_old = held.get(slot_id, 0) if slot_id in self._new.slot_ids else 0  # else the old rank is the member
-                self.peak[rank] = max(self.peak[rank], reports[rank].nbytes_peak + of_old)
+            self.peak = np.maximum(self.peak, peak_of_slots(self._plan, self._new.slot_ids, reports, held))
         self._record.nbytes_peak = int(self.peak.max())
         shared = self._wait(
             [rank.fill.remote() for rank in self._new.ranks], self._timeout_s, "the memory to be shared"

@@ -55,13 +55,17 @@ class Memory:
         return None
 
 
-def memory_of(plan: MigrationPlan) -> Memory:
-    """What `plan` needs on each rank of it, without what the processes need besides (contexts, activations)."""
+def memory_of(plan: MigrationPlan, direct_nbytes: int | None = None) -> Memory:
+    """What `plan` needs on each rank of it, without what the processes need besides (contexts, activations).
+
+    Slices of at least `direct_nbytes` need no staging at an end that has them in one run, if every shard is; by default
+    all slices need it.
+    """
     rank_count = len(plan.slots)
     staging = np.zeros(rank_count, dtype=np.int64)
     wire = np.flatnonzero(plan.moves.round >= 0)
-    packed = _packed_nbytes(plan, wire)
-    for end in plan.ends:
+    for end, held in zip(plan.ends, _lengths_held(plan, wire), strict=True):
+        packed = _packed_nbytes(plan, wire, _is_one_run(plan.moves.lengths[wire], held), direct_nbytes)
         cell, where = np.unique(end[wire] * max(plan.round_count, 1) + plan.moves.round[wire], return_inverse=True)
         total = np.zeros(len(cell), dtype=np.int64)
         np.add.at(total, where, packed)
@@ -77,14 +81,32 @@ def memory_of(plan: MigrationPlan) -> Memory:
     return Memory(before, after, staging, safe + staging, np.minimum(safe, _tight(plan, before, after)) + staging)
 
 
-def _packed_nbytes(plan: MigrationPlan, rows: np.ndarray) -> np.ndarray:
-    """What the slices of each of these rows of the moves take of a staging buffer: int64."""
+def _packed_nbytes(
+    plan: MigrationPlan, rows: np.ndarray, is_one_run: np.ndarray, direct_nbytes: int | None
+) -> np.ndarray:
+    """What the slices of each of these rows of the moves take of a staging buffer, at one end: int64."""
     numel, bundle = plan.moves.lengths[rows].prod(axis=1), plan.moves.bundle[rows]
     total = np.zeros(len(rows), dtype=np.int64)
     for itemsize in {tensor.itemsize for bundle in plan.bundles for tensor in bundle.tensors}:
         tensors = np.array([sum(t.itemsize == itemsize for t in b.tensors) for b in plan.bundles], dtype=np.int64)
-        total += tensors[bundle] * (-(-numel * itemsize // ALIGNMENT) * ALIGNMENT)
+        is_packed = ~(is_one_run & (numel * itemsize >= direct_nbytes)) if direct_nbytes is not None else True
+        total += is_packed * tensors[bundle] * (-(-numel * itemsize // ALIGNMENT) * ALIGNMENT)
     return total
+
+
+def _lengths_held(plan: MigrationPlan, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the shards that each of these rows of the moves leaves and reaches: int64 [rows, ndim] each."""
+    row, is_relay = plan.moves.source_row[rows], plan.moves.is_relay[rows]
+    into = plan.target.lengths[plan.moves.target_row[rows]]
+    out = np.empty_like(into)
+    out[is_relay], out[~is_relay] = plan.target.lengths[row[is_relay]], plan.source.lengths[row[~is_relay]]
+    return out, into
+
+
+def _is_one_run(lengths: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Whether boxes of `lengths` are one run of elements in shards of lengths `held` (int64 [rows, ndim] each)."""
+    is_inner = np.cumsum(lengths > 1, axis=1) > (lengths > 1)
+    return np.asarray(((lengths == held) | ~is_inner).all(axis=1))
 
 
 def _tight(plan: MigrationPlan, before: np.ndarray, after: np.ndarray) -> np.ndarray:

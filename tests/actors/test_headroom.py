@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from ray_etc.actors.headroom import Choice, Headroom
 from ray_etc.actors.memory import SHADOW_NBYTES, part_of_gpu, training_nbytes
 from ray_etc.actors.messages import Entered, Usage
 from ray_etc.actors.slots import Slot
+from ray_etc.actors.tight import peak_of_slots
 from ray_etc.planners.errors import DoesNotFit
 from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import Allocations, TensorSpec
@@ -69,7 +71,9 @@ def test_safe_while_the_new_state_fits_beside_a_training_step() -> None:
 
 def test_gradients_count_twice() -> None:
     assert choose(**gpu(81, 45, scratch=10)).mode == "tight"
-    assert choose(**gpu(91, 45, scratch=10)).mode == "safe"
+    roomy = choose(**gpu(91, 45, scratch=10))
+    assert roomy.mode == "safe"
+    assert roomy.nbytes_peak == choose(**gpu(91, 45)).nbytes_peak + 20 * GIB
 
 
 def test_tight_while_the_phases_and_an_empty_process_fit() -> None:
@@ -88,6 +92,7 @@ def test_what_a_process_keeps_besides_its_state_stays_to_its_end_and_comes_anew_
     with pytest.raises(DoesNotFit, match=r"releasing it phase by phase 34\.0 GiB of 33\.0 GiB, 1\.0 GiB too much"):
         choose(**gpu(56, 43, kept=10))
     assert (choose(**gpu(88, 43)).mode, choose(**gpu(88, 43, kept=10)).mode) == ("safe", "tight")
+    assert choose(**gpu(140, 43, kept=10)).nbytes_peak == choose(**gpu(140, 43)).nbytes_peak + 20 * GIB
 
 
 def test_limit_of_a_slot() -> None:
@@ -116,3 +121,10 @@ def test_slots_that_share_a_gpu_do_not_count_its_free_memory_twice() -> None:
     assert (choose(**of_half).mode, choose(**of_all).mode) == ("tight", "safe")
     assert part_of_gpu(71 * GIB, 140 * GIB, 33 * GIB, 1.0) == (71 * GIB, 140 * GIB)
     assert part_of_gpu(2 * GIB, 140 * GIB, 33 * GIB, 0.5)[0] == 2 * GIB  # the other slot's has grown past its part
+
+
+def test_peak_of_a_slot_is_that_of_its_processes_together() -> None:
+    """Slot 3 stays, slot 5 is leaving, so that its old rank reports for itself, and slot 8 has only a new rank."""
+    plan: Any = SimpleNamespace(slots=(3, 5, 8))
+    reports: Any = [SimpleNamespace(nbytes_peak=nbytes) for nbytes in (100, 200, 400)]
+    assert peak_of_slots(plan, {3, 8}, reports, {3: 10, 5: 190}).tolist() == [110, 200, 400]

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from test_session import CONTEXT
 
 from ray_etc.actors import rank as rank_module
 from ray_etc.actors.errors import ResizeFailed
+from ray_etc.actors.memory import StateMemory
 from ray_etc.planners.parallel import ParallelConfig
 
 
@@ -72,7 +74,7 @@ def test_buffers_go_when_the_move_has_noticed_that_its_group_is_closed(
         def close(self) -> None:
             happened.append("buffers gone")
 
-    rank._mover = Moving()
+    rank._mover, rank._memory = Moving(), StateMemory([torch.zeros(1)])
     monkeypatch.setattr(rank_module, "close_group", lambda group: is_closed.set())
     moving = threading.Thread(target=rank.move, args=("group", 10.0))
     moving.start()

@@ -12,6 +12,7 @@ from ray_etc.actors.sums import as_integers
 from ray_etc.actors.work import Work
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard
+from ray_etc.planners.memory import STAGING_BUFFERS, memory_of
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.rank_plan import Move
 
@@ -97,6 +98,23 @@ def test_large_slice_in_one_run_is_not_packed() -> None:
         assert made[0].staging_nbytes == 2 * packed
     made, _ = works(plan, (False, True), move.nbytes, 1)
     assert made[0].staging_nbytes == 80
+
+
+@pytest.mark.parametrize("direct_nbytes", [None, 1, 30, 10_000])
+@pytest.mark.parametrize("staging_nbytes", [96, 4096])
+def test_staging_is_as_large_as_the_plan_expects_it(direct_nbytes: int | None, staging_nbytes: int) -> None:
+    whole = tuple(Shard(spec, Box.whole(spec.shape)) for spec in MODEL)
+    columns, rows = tensor_parallel(3, 1, MODEL), tensor_parallel(2, 0, MODEL)
+    relayed: tuple[Layouts, Layouts] = ({0: whole, 1: (), 2: ()}, dict.fromkeys(range(3), whole))
+    for source, target in ((rows, columns), (columns, rows), relayed):
+        plan = plan_between(source, target, staging_nbytes)
+        for rank, expected in enumerate(memory_of(plan, direct_nbytes).staging.tolist()):
+            held, wanted = plan.source[rank], plan.target[rank]
+            old, new = ([part_of(shard).contiguous() for shard in layout] for layout in (held, wanted))
+            source_of = either(slice_of(old, held, "src"), slice_of(new, wanted, "src"))
+            ends = source_of, slice_of(new, wanted, "dst")
+            work = Work(plan.for_rank(rank), *ends, torch.device("cpu"), direct_nbytes, STAGING_BUFFERS, True)
+            assert work.staging_nbytes == expected
 
 
 def test_rounds_with_relays_say_so() -> None:

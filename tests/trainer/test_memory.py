@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from ray.train import WorkerGroupError
-from runs import check_exact, finish, start, wait_for_step
+from runs import check_exact, finish, start, wait_for_step, wait_until
 
+import ray_etc
 from ray_etc import Links, ParallelConfig, ResizeFailed
 from ray_etc.actors.faults import Fault
 
@@ -34,7 +35,32 @@ def test_zero1_to_plain_dp2_phase_by_phase_and_back_where_there_is_room(nodes: A
     assert there.nbytes_peak == there.nbytes_peak_predicted == 360 + 240 + 2 * 128
     assert back.certified
     assert back.memory_mode == "safe"  # nothing goes over the wire, so there is no staging
-    assert back.nbytes_peak_predicted == 480 + 360
+    assert back.nbytes_peak == back.nbytes_peak_predicted == 480 + 360
+
+
+def test_peak_is_the_one_predicted_where_slots_also_join_and_leave(nodes: Any, tmp_path: Path) -> None:
+    """Packed, half of the moments take 128 bytes of staging, and a new rank's state 240 and 128."""
+    nodes.add(2)
+    run = start(tmp_path, (1, 2))
+    wait_for_step(run)
+    records = [run.resize(1), run.resize(2)]
+    check_exact(finish(run, tmp_path))
+    shrink, grow = records
+    assert shrink.nbytes_peak == shrink.nbytes_peak_predicted == 360 + 480 + 128
+    assert grow.nbytes_peak == grow.nbytes_peak_predicted == 480 + 360 + 240 + 128
+
+
+def test_peak_where_one_slot_only_leaves_and_another_only_joins(nodes: Any, tmp_path: Path) -> None:
+    node = nodes.add(1)
+    run = start(tmp_path, 1)
+    wait_for_step(run)
+    nodes.add(1)
+    ray_etc.drain_node(node.node_id, 60.0, "spot notice")
+    wait_until(run, lambda: len(run.resizes) == 1 and run.resizes[0].pause_s is not None)
+    result = finish(run, tmp_path)
+    check_exact(result)
+    [move] = result.resizes
+    assert move.nbytes_peak == move.nbytes_peak_predicted == 480 + 480
 
 
 @pytest.mark.parametrize("has_no_room", [False, True], ids=["as the plan says", "as its build runs out of memory"])
