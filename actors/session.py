@@ -115,6 +115,11 @@ class Session:
         """The step that the user's loop is in, for error messages."""
         return self._current_step
 
+    @property
+    def is_to_pause(self) -> bool:
+        """Whether a last step was agreed on, which others wait for."""
+        return self._last_step is not None
+
     def end(self) -> None:
         """The loop is over, by its end or by an exception: from now on no last step can be agreed on."""
         with self._changed:

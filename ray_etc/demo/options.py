@@ -11,7 +11,7 @@ from pathlib import Path
 class DemoOptions:
     """Train a small GPT while nodes join and leave, and compare it with a run that was never resized."""
 
-    steps: int = 60
+    steps: int = 40
     """Steps to train."""
     seed: int = 1234
     """Seed of the weights and of the order of the samples."""

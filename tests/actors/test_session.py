@@ -156,6 +156,16 @@ def test_last_step_too_late_or_at_the_end_is_refused() -> None:
     assert loop.session.propose_last_step(3)
 
 
+def test_loop_can_know_that_others_wait_for_its_last_step_until_the_resize_is_given_up() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    session = start(state_of(weight, sgd(weight)), lambda step: None).session
+    assert not session.is_to_pause
+    assert session.propose_last_step(50)
+    assert session.is_to_pause
+    session.resume()
+    assert not session.is_to_pause
+
+
 def test_giving_up_wakes_whoever_waits_for_the_last_step() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     loop = start(state_of(weight, sgd(weight)), lambda step: None)

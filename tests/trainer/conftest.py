@@ -1,5 +1,5 @@
 """Fixtures of the trainer tests."""
 
-from nodes import cluster, nodes
+from nodes import all_nodes, cluster, nodes
 
-__all__ = ["cluster", "nodes"]
+__all__ = ["all_nodes", "cluster", "nodes"]

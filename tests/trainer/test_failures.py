@@ -69,19 +69,6 @@ def test_resizes_fail_one_after_the_other_and_the_old_generation_goes_on(
     assert all(each < TIMEOUT_S + late for each in resumed_s.values()), resumed_s
 
 
-def test_rank_dies_in_plain_dp3_and_no_step_is_lost(nodes: Any, tmp_path: Path) -> None:
-    nodes.add(3)
-    run = start(tmp_path, (1, 3), parallel=PLAIN, faults={(0, 1): Fault("step:5", "kill")})
-    wait_until(run, lambda: run.status().generation == 1)
-    wait_for_step(run)
-    result = finish(run, tmp_path)
-    check_exact(result, died=1)
-    [recovery, *_] = result.resizes
-    assert recovery.reason == "rank 1 died"
-    assert recovery.next_step == 5
-    assert recovery.certified
-
-
 def test_rank_dies_with_its_zero1_shard_and_the_error_names_it(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
     run = start(tmp_path, (1, 2), faults={(0, 1): Fault("step:5", "kill")})
@@ -90,20 +77,6 @@ def test_rank_dies_with_its_zero1_shard_and_the_error_names_it(nodes: Any, tmp_p
         run.result(90.0)
     assert isinstance(caught.value.__cause__, StateLost)
     assert "exp_avg weight offsets (30,) lengths (30,): 30 elements, 120 bytes" in str(caught.value)
-
-
-def test_node_dies_without_notice_in_plain_dp2(nodes: Any, tmp_path: Path) -> None:
-    nodes.add(1)
-    doomed = nodes.add(1)
-    run = start(tmp_path, (1, 2), parallel=PLAIN)
-    wait_for_step(run)
-    nodes.kill(doomed)
-    wait_until(run, lambda: run.status().generation == 1)
-    wait_for_step(run)
-    result = finish(run, tmp_path)
-    died = int(result.resizes[0].reason.split()[1])  # either rank may have been on that node
-    check_exact(result, died=died)
-    assert result.resizes[0].parallel_to.data_parallel == 1
 
 
 def test_leaving_rank_dies_in_the_handover(nodes: Any, tmp_path: Path) -> None:
@@ -159,3 +132,30 @@ def test_callback_that_raises_breaks_nothing_and_stop_returns_what_there_is(node
     assert result.return_value is None
     assert run.status().activity == "ended"
     check_exact(result)
+
+
+def test_rank_dies_in_plain_dp3_and_no_step_is_lost(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(3)
+    run = start(tmp_path, (1, 3), parallel=PLAIN, faults={(0, 1): Fault("step:5", "kill")})
+    wait_until(run, lambda: run.status().generation == 1)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    check_exact(result, died=1)
+    [recovery, *_] = result.resizes
+    assert recovery.reason == "rank 1 died"
+    assert recovery.next_step == 5
+    assert recovery.certified
+
+
+def test_node_dies_without_notice_in_plain_dp2(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(1)
+    doomed = nodes.add(1)
+    run = start(tmp_path, (1, 2), parallel=PLAIN)
+    wait_for_step(run)
+    nodes.kill(doomed)
+    wait_until(run, lambda: run.status().generation == 1)
+    wait_for_step(run)
+    result = finish(run, tmp_path)
+    died = int(result.resizes[0].reason.split()[1])  # either rank may have been on that node
+    check_exact(result, died=died)
+    assert result.resizes[0].parallel_to.data_parallel == 1

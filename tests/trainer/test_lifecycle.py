@@ -18,6 +18,54 @@ from ray_etc.actors.faults import Fault
 pytestmark = pytest.mark.ray
 
 
+def test_loop_without_steps_is_told_what_to_do(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(1)
+    trainer = ElasticTrainer(lambda: None, scaling_config=ScalingConfig(num_workers=1))
+    with pytest.raises(WorkerGroupError, match=r"iterate over ray_etc.steps\(state, total=...\)"):
+        trainer.fit()
+
+
+def test_fewer_slots_than_asked_for(nodes: Any) -> None:
+    nodes.add(1)
+    trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=(2, 4)), start_timeout_s=3.0)
+    with pytest.raises(WorkerGroupError, match=r"1 slots of {'CPU': 1.0} after 3 s, but num_workers=\(2, 4\) needs 2"):
+        trainer.fit()
+
+
+def test_no_slot_at_all_is_not_cured_by_fewer_workers(nodes: Any) -> None:
+    nodes.add(1)
+    trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=1, use_gpu=True), start_timeout_s=3.0)
+    with pytest.raises(
+        WorkerGroupError, match=r"0 slots of {'GPU': 1.0} .* add nodes, or ask for less a worker \(use_gpu"
+    ):
+        trainer.fit()
+
+
+def test_begins_with_fewer_replicas_than_slots_where_those_can_share_the_batch(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.add(3)
+    run = start(tmp_path, (1, 3), batch=4)
+    wait_for_step(run)
+    assert run.status().slots_usable == 3
+    result = finish(run, tmp_path)
+    check_exact(result)
+    assert {len(ranks) for ranks in result.reports.values()} == {2}
+    assert result.resizes == []
+    refusal = "batch 4 cannot be split by data_parallel=3; use a divisor of 4"
+    [said] = [record.getMessage() for record in caplog.records if record.name == "ray_etc.first_choice"]
+    assert said == f"begins with TP1 PP1 DP2 ZeRO-1, on 2 of 3 slots: {refusal}"
+
+
+@pytest.mark.slow
+def test_an_error_that_fewer_replicas_would_not_cure_is_not_hidden(nodes: Any, tmp_path: Path) -> None:
+    nodes.add(3)
+    with pytest.raises(WorkerGroupError, match=r"\nBatchNotShared: batch 4 cannot be split by data_parallel=3; use a "):
+        start(tmp_path, 3, batch=4).result(60.0)
+    with pytest.raises(WorkerGroupError, match=r"\nRuntimeError: injected fault at build\nraised on rank 0"):
+        start(tmp_path, (1, 3), batch=4, faults={(0, 0): Fault("build", "raise")}).result(60.0)
+
+
 @pytest.mark.slow  # test_autoscaler.py does the same, with nodes that an autoscaler adds and removes
 def test_dp2_to_dp4_when_a_node_joins_and_back_when_it_drains(nodes: Any, tmp_path: Path) -> None:
     nodes.add(2)
@@ -77,58 +125,10 @@ def test_user_error_names_rank_and_step_and_comes_first(nodes: Any, tmp_path: Pa
     assert isinstance(caught.value.worker_failures[1], RuntimeError)
 
 
-def test_loop_without_steps_is_told_what_to_do(nodes: Any, tmp_path: Path) -> None:
-    nodes.add(1)
-    trainer = ElasticTrainer(lambda: None, scaling_config=ScalingConfig(num_workers=1))
-    with pytest.raises(WorkerGroupError, match=r"iterate over ray_etc.steps\(state, total=...\)"):
-        trainer.fit()
-
-
-def test_fewer_slots_than_asked_for(nodes: Any) -> None:
-    nodes.add(1)
-    trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=(2, 4)), start_timeout_s=3.0)
-    with pytest.raises(WorkerGroupError, match=r"1 slots of {'CPU': 1.0} after 3 s, but num_workers=\(2, 4\) needs 2"):
-        trainer.fit()
-
-
-def test_no_slot_at_all_is_not_cured_by_fewer_workers(nodes: Any) -> None:
-    nodes.add(1)
-    trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=1, use_gpu=True), start_timeout_s=3.0)
-    with pytest.raises(
-        WorkerGroupError, match=r"0 slots of {'GPU': 1.0} .* add nodes, or ask for less a worker \(use_gpu"
-    ):
-        trainer.fit()
-
-
 @pytest.mark.parametrize("given", [{"slot_nbytes": "1GB"}, {"timeout_s": 0}, {"start_timeout_s": -1.0}])
 def test_limits_that_are_none(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^(slot_nbytes|timeout_s|start_timeout_s)=.* must be a number above 0$"):
         ElasticTrainer(train, **given)
-
-
-def test_begins_with_fewer_replicas_than_slots_where_those_can_share_the_batch(
-    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    nodes.add(3)
-    run = start(tmp_path, (1, 3), batch=4)
-    wait_for_step(run)
-    assert run.status().slots_usable == 3
-    result = finish(run, tmp_path)
-    check_exact(result)
-    assert {len(ranks) for ranks in result.reports.values()} == {2}
-    assert result.resizes == []
-    refusal = "batch 4 cannot be split by data_parallel=3; use a divisor of 4"
-    [said] = [record.getMessage() for record in caplog.records if record.name == "ray_etc.first_choice"]
-    assert said == f"begins with TP1 PP1 DP2 ZeRO-1, on 2 of 3 slots: {refusal}"
-
-
-@pytest.mark.slow
-def test_an_error_that_fewer_replicas_would_not_cure_is_not_hidden(nodes: Any, tmp_path: Path) -> None:
-    nodes.add(3)
-    with pytest.raises(WorkerGroupError, match=r"\nBatchNotShared: batch 4 cannot be split by data_parallel=3; use a "):
-        start(tmp_path, 3, batch=4).result(60.0)
-    with pytest.raises(WorkerGroupError, match=r"\nRuntimeError: injected fault at build\nraised on rank 0"):
-        start(tmp_path, (1, 3), batch=4, faults={(0, 0): Fault("build", "raise")}).result(60.0)
 
 
 def test_axes_that_num_workers_cannot_hold() -> None:
