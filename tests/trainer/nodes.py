@@ -56,7 +56,7 @@ class Nodes:
 
     def end_test(self) -> None:
         """Once all that ran there has ended keep the nodes that are as new, and remove the others."""
-        _wait_until(lambda: not rank_processes() and not _groups() and len(self._free()) == len(self._slots), 20.0)
+        _wait_until(lambda: not rank_processes() and not _groups() and self._free() == self._staying(), 20.0)
         self._kept = [] if rank_processes() or _groups() else self._free()
         for node in self._slots.keys() - set(self._kept):
             self._remove(node)
@@ -75,14 +75,15 @@ class Nodes:
         self._cluster.remove_node(node)
         _wait_until(lambda: node.node_id not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}, 20.0)
 
+    def _staying(self) -> list[Any]:
+        """Nodes that live and are not to go."""
+        living, draining = available_resources_per_node().keys(), draining_nodes()
+        return [node for node in self._slots if node.node_id in living and node.node_id not in draining]
+
     def _free(self) -> list[Any]:
-        """Nodes that live, are not to go, and of which nothing is taken."""
-        available, draining = available_resources_per_node(), draining_nodes()
-        return [
-            node
-            for node, slots in self._slots.items()
-            if node.node_id not in draining and available.get(node.node_id, {}).get("CPU") == slots
-        ]
+        """Those of them of which nothing is taken."""
+        available = available_resources_per_node()
+        return [n for n in self._staying() if available.get(n.node_id, {}).get("CPU") == self._slots[n]]
 
 
 def _groups() -> list[str]:
