@@ -20,7 +20,7 @@ from ray_etc.planners.errors import DoesNotFit
 from ray_etc.planners.expected import expected_layouts
 from ray_etc.planners.layout import Allocations, TensorSpec
 from ray_etc.planners.links import Links
-from ray_etc.planners.memory import choose_mode, memory_of
+from ray_etc.planners.memory import choose_mode, memory_of, staging_of
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.phases import PhasedPlan, cut_in_phases
 from ray_etc.planners.plan import MigrationPlan
@@ -125,7 +125,7 @@ class Headroom:
     def _held(self, plan: MigrationPlan, old: Mapping[int, Allocations], new: Mapping[int, Allocations]) -> np.ndarray:
         """What the old state with its scratch memory, the new state and staging take of each slot: int64 [ranks]."""
         is_on_gpus = any(each.total is not None for each in self._usages.values())
-        held = memory_of(plan, self._links.direct_nbytes if is_on_gpus else None).staging
+        held = staging_of(plan, self._links.direct_nbytes if is_on_gpus else None)
         for rank, slot_id in enumerate(plan.slots):
             held[rank] += sum(sum(side[slot_id].nbytes) for side in (old, new) if slot_id in side)
             held[rank] += self._usages[slot_id].scratch if slot_id in self._usages else 0

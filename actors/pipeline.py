@@ -96,7 +96,7 @@ class Pipeline:
                 on_event(f"round:{index}:packed")
 
         def check(index: int) -> None:
-            unpacked.append(self._unpack.record_event())
+            unpacked.append(self._unpack.record_event())  # not before the next round is on its way; see above
             with torch.cuda.stream(self._check):
                 self._check.wait_event(unpacked[index])
                 rounds[index].check.run()
@@ -129,7 +129,7 @@ class Pipeline:
         if rounds:
             check(len(rounds) - 1)
         with torch.cuda.stream(self._side):
-            self._local.record()
+            self._local.record()  # nor this before all rounds are
             self._work.local_arrived.run()
         with torch.cuda.stream(self._unpack):
             self._carried.record()

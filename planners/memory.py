@@ -55,8 +55,19 @@ class Memory:
         return None
 
 
-def memory_of(plan: MigrationPlan, direct_nbytes: int | None = None) -> Memory:
-    """What `plan` needs on each rank of it, without what the processes need besides (contexts, activations).
+def memory_of(plan: MigrationPlan) -> Memory:
+    """What `plan` needs on each rank of it, without what the processes need besides (contexts, activations)."""
+    staging = staging_of(plan)
+    before, after = (
+        sum(table.nbytes_by_kind().values(), start=np.zeros(len(plan.slots), np.int64))
+        for table in (plan.source, plan.target)
+    )
+    safe = before + after
+    return Memory(before, after, staging, safe + staging, np.minimum(safe, _tight(plan, before, after)) + staging)
+
+
+def staging_of(plan: MigrationPlan, direct_nbytes: int | None = None) -> np.ndarray:
+    """The buffers of the handover, on each rank of `plan`: int64 [ranks].
 
     Slices of at least `direct_nbytes` need no staging at an end that has them in one run, if every shard is; by default
     all slices need it.
@@ -73,12 +84,7 @@ def memory_of(plan: MigrationPlan, direct_nbytes: int | None = None) -> Memory:
         largest = np.zeros((rank_count, STAGING_BUFFERS), dtype=np.int64)
         np.maximum.at(largest, (rank, index % STAGING_BUFFERS), total)
         staging += largest.sum(axis=1)
-    before, after = (
-        sum(table.nbytes_by_kind().values(), start=np.zeros(rank_count, np.int64))
-        for table in (plan.source, plan.target)
-    )
-    safe = before + after
-    return Memory(before, after, staging, safe + staging, np.minimum(safe, _tight(plan, before, after)) + staging)
+    return staging
 
 
 def _packed_nbytes(

@@ -16,7 +16,7 @@ import numpy as np
 
 from ray_etc.planners.layout import Allocations, Key, RankLayout, Shard, casts_of
 from ray_etc.planners.links import Links
-from ray_etc.planners.memory import SLACK, TIGHT_ORDER, memory_of
+from ray_etc.planners.memory import SLACK, TIGHT_ORDER, staging_of
 from ray_etc.planners.migrate import make_plan
 from ray_etc.planners.plan import MigrationPlan
 
@@ -110,7 +110,7 @@ def cut_in_phases(
         phases.append(_cast_phase(plan, cast, derived or {}, links))
     peak, staging = before, np.zeros_like(before)
     for phase, group in zip(phases, groups, strict=True):
-        buffers = memory_of(phase.plan).staging
+        buffers = staging_of(phase.plan)
         held = held + sum(step.taken for step in group)
         peak, staging = np.maximum(peak, held + buffers), np.maximum(staging, buffers)
         held = held - (0 if phase.is_cast else sum(step.freed for step in group))

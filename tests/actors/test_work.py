@@ -12,7 +12,7 @@ from ray_etc.actors.sums import as_integers
 from ray_etc.actors.work import Work
 from ray_etc.planners.boxes import Box
 from ray_etc.planners.layout import RankLayout, Shard
-from ray_etc.planners.memory import STAGING_BUFFERS, memory_of
+from ray_etc.planners.memory import STAGING_BUFFERS, staging_of
 from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.rank_plan import Move
 
@@ -108,7 +108,7 @@ def test_staging_is_as_large_as_the_plan_expects_it(direct_nbytes: int | None, s
     relayed: tuple[Layouts, Layouts] = ({0: whole, 1: (), 2: ()}, dict.fromkeys(range(3), whole))
     for source, target in ((rows, columns), (columns, rows), relayed):
         plan = plan_between(source, target, staging_nbytes)
-        for rank, expected in enumerate(memory_of(plan, direct_nbytes).staging.tolist()):
+        for rank, expected in enumerate(staging_of(plan, direct_nbytes).tolist()):
             held, wanted = plan.source[rank], plan.target[rank]
             old, new = ([part_of(shard).contiguous() for shard in layout] for layout in (held, wanted))
             source_of = either(slice_of(old, held, "src"), slice_of(new, wanted, "src"))

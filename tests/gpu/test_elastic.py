@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ray_etc
-from ray_etc import ElasticTrainer, Links, ParallelConfig, TrainState
+from ray_etc import ElasticResult, ElasticTrainer, Links, ParallelConfig, ResizeRecord, TrainState
 
 ray = pytest.importorskip("ray")
 
@@ -111,6 +111,19 @@ def trainer(parallel: ParallelConfig, slot_nbytes: int | None = None, **config: 
     )
 
 
+def there_and_back(**config: Any) -> tuple[list[ResizeRecord], ElasticResult]:
+    """DP2 to TP2 and back, and a few steps more."""
+    run = trainer(ParallelConfig(), model=LARGE, step_s=0.1, **config).start()
+    while run.status().step < 3:
+        time.sleep(0.1)
+    records = [run.resize(parallel=shape) for shape in (ParallelConfig(tensor_parallel=2), ParallelConfig())]
+    last = run.status().step
+    while run.status().step < last + 3:
+        time.sleep(0.1)
+    run.stop()
+    return records, run.result(60.0)
+
+
 def test_dp2_to_tp2_to_pp2_to_1(two_slots: None) -> None:
     run = trainer(ParallelConfig(), model=LARGE, lr=1e-4, steps=2000, step_s=0.2).start()
     while run.status().step < 3:
@@ -146,16 +159,7 @@ def test_rank_dies_in_plain_dp2_and_no_step_is_lost(two_slots: None) -> None:
 
 
 def test_dp2_to_tp2_and_back_where_a_slot_has_no_room_for_both_states(two_slots: None) -> None:
-    config = {"model": LARGE, "steps": 400, "step_s": 0.1, "sums": True, "keeps": 2**30}
-    run = trainer(ParallelConfig(), slot_nbytes=SLOT_NBYTES, **config).start()
-    while run.status().step < 3:
-        time.sleep(0.1)
-    records = [run.resize(parallel=shape) for shape in (ParallelConfig(tensor_parallel=2), ParallelConfig())]
-    last = run.status().step
-    while run.status().step < last + 3:
-        time.sleep(0.1)
-    run.stop()
-    result = run.result(60.0)
+    records, result = there_and_back(slot_nbytes=SLOT_NBYTES, steps=400, sums=True, keeps=2**30)
     for record in records:
         assert record.certified
         assert record.memory_mode == "tight"
@@ -171,15 +175,7 @@ def test_dp2_to_tp2_and_back_where_a_slot_has_no_room_for_both_states(two_slots:
 
 @pytest.mark.skipif(GPUS < 2, reason="two trainings that share a GPU leave more of it free")
 def test_dp2_to_tp2_and_back_while_training_fills_nine_tenths_of_its_gpus(two_slots: None) -> None:
-    run = trainer(ParallelConfig(), model=LARGE, lr=1e-4, allocates=FULL, steps=2000, step_s=0.1).start()
-    while run.status().step < 3:
-        time.sleep(0.1)
-    records = [run.resize(parallel=shape) for shape in (ParallelConfig(tensor_parallel=2), ParallelConfig())]
-    last = run.status().step
-    while run.status().step < last + 3:
-        time.sleep(0.1)
-    run.stop()
-    result = run.result(60.0)
+    records, result = there_and_back(lr=1e-4, allocates=FULL, steps=2000)
     assert all(record.certified for record in records)
     assert sorted(result.reports) == list(range(len(result.reports)))
     assert min(metrics["full"] for ranks in result.reports.values() for [metrics] in ranks.values()) >= FULL
