@@ -67,7 +67,6 @@ def compare(elastic: dict[str, Any], restarts: dict[str, Any]) -> dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="gloo and a tiny model")
-    parser.add_argument("--warm-standbys", action="store_true", help="one a slot, as ElasticTrainer's option says")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a memory-backed folder")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a disk")
     parser.add_argument("--seconds", type=float, default=345.0, help="begin no restart that would end after this")
@@ -90,7 +89,7 @@ def main() -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
-    elastic = measure_elastic(config, arguments.cpu, arguments.warm_standbys, lambda value: keep("elastic", value))
+    elastic = measure_elastic(config, arguments.cpu, lambda value: keep("elastic", value))
     print(json.dumps(elastic["resizes"], indent=1), flush=True)
     restarts = measure_restarts(
         config,

@@ -102,9 +102,7 @@ class Story(ElasticCallback):
             self.nodes.remove(self.joined)
 
 
-def measure_elastic(
-    config: dict[str, Any], use_cpu: bool, warm_standbys: bool, keep: Callable[[Any], None]
-) -> dict[str, Any]:
+def measure_elastic(config: dict[str, Any], use_cpu: bool, keep: Callable[[Any], None]) -> dict[str, Any]:
     """Train on one slot, on two, and so on; `keep` is given what is known after each resize."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     nodes = Nodes(use_cpu)
@@ -113,7 +111,7 @@ def measure_elastic(
         nodes.add(0)
         ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
         story = Story(nodes)
-        run = _trainer(config, use_cpu, warm_standbys, story).start()
+        run = _trainer(config, use_cpu, story).start()
         try:
             _await(run, lambda: run.status().step >= STEPS_BETWEEN, "the first steps")
             for event in EVENTS:
@@ -132,12 +130,11 @@ def measure_elastic(
     return result
 
 
-def _trainer(config: dict[str, Any], use_cpu: bool, warm_standbys: bool, story: Story) -> ElasticTrainer:
+def _trainer(config: dict[str, Any], use_cpu: bool, story: Story) -> ElasticTrainer:
     return ElasticTrainer(
         train,
         train_loop_config=config,
         parallel=story.choose,
-        warm_standbys=warm_standbys,
         scaling_config=ScalingConfig(
             num_workers=(1, 2),
             use_gpu=not use_cpu,
@@ -204,7 +201,7 @@ def resize_figures(
     return {
         "resize": event.name,
         **record.to_dict(),
-        **shadow(undisturbed, beside, record.phases_began_at),
+        **shadow(undisturbed[SETTLING_STEPS:], beside, record.phases_began_at),
         **back_to_normal([step for step in new if step.ended_at < next_at], paused_at),
         "caused_to_paused_s": paused_at - caused_at,
         "loss_before": loss_before,

@@ -63,30 +63,32 @@ def back_to_normal(steps: Sequence[Step], paused_at: float) -> dict[str, Any]:
     return first
 
 
-def shadow(before: Sequence[Step], beside: Sequence[Step], began_at: Mapping[str, float]) -> dict[str, Any]:
-    """Step time of a generation before the next one is prepared, and while it is; what was lost in each stage of that.
+def shadow(alone: Sequence[Step], beside: Sequence[Step], began_at: Mapping[str, float]) -> dict[str, Any]:
+    """Step time of a generation alone and beside the shadow of the next one; what was lost in each stage of that.
 
     `began_at`: when each stage began. A step counts for the stage in which it started.
     """
-    alone = [step.seconds for step in before[SETTLING_STEPS:]]
-    slowed = [step.seconds for step in beside]
-    if not alone or not slowed:
-        return {"shadow_steps": len(slowed), "shadow_slowdown": None}
-    normal_s = statistics.median(alone)
+    if not alone or not beside:
+        return {"shadow_steps": len(beside), "shadow_slowdown": None}
+    normal_s = statistics.mean(step.seconds for step in alone)
     lost: dict[str, float] = {}
     for step in beside:
         _, stage = max(((at, stage) for stage, at in began_at.items() if at <= step.started_at), default=(0.0, "start"))
         lost[stage] = lost.get(stage, 0.0) + step.seconds - normal_s
+    beside_s = statistics.mean(step.seconds for step in beside)
     return {
-        "shadow_steps": len(slowed),
-        "step_before_s": statistics.mean(alone),
-        "step_beside_shadow_s": statistics.mean(slowed),
-        "step_beside_shadow_max_s": max(slowed),
+        "shadow_steps": len(beside),
+        "shadow_s": sum(step.seconds for step in beside),
+        "step_before_s": normal_s,
+        "step_before_stdev_s": statistics.pstdev(step.seconds for step in alone),
+        "step_beside_shadow_s": beside_s,
+        "step_beside_shadow_max_s": max(step.seconds for step in beside),
         "shadow_lost_s": lost,
-        "step_waited_before_s": statistics.mean(step.waited_s for step in before[SETTLING_STEPS:]),
+        "step_waited_before_s": statistics.mean(step.waited_s for step in alone),
         "step_waited_beside_shadow_s": statistics.mean(step.waited_s for step in beside),
+        "steps_before": [[step.started_at, step.seconds] for step in alone],
         "steps_beside_shadow": [[step.started_at, step.seconds] for step in beside],
-        "shadow_slowdown": statistics.mean(slowed) / statistics.mean(alone) - 1.0,
+        "shadow_slowdown": beside_s / normal_s - 1.0,
     }
 
 

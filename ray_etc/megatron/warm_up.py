@@ -4,7 +4,7 @@ That is: connections of the process groups, handles and workspaces of the GPU li
 compiled at their first use, modules imported inside functions, the order of the samples and the pages that hold them.
 
 The running generation pays for it: while it trains, each kernel of another process on its GPU takes 0.15 to 0.2 ms from
-it, since the GPU changes between the two. So the step runs through one layer, and its zeros are written by few kernels.
+it, since the GPU changes between the two. So the step runs through one layer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ ROOM = 2
 
 
 def warm_up(task: Task, parallel: ParallelConfig) -> bool:
-    """Train a step on zeros and undo it. All ranks of a generation call it, before its state arrives.
+    """Train a step and undo it. All ranks of a generation call it, before its state arrives.
 
-    Zeros, since memory that nothing has written may hold NaN, which would spread to what no move overwrites: the
-    padding. From weights of zero come gradients of zero, so weights and moments are zero afterwards, as is the padding.
-    The small state, the model's buffers and the gradients are left as they were.
+    Weights and moments are zero before, and afterwards, too, since from weights of zero come gradients of zero. The
+    small state, the model's buffers and the gradients are left as they were.
 
     Returns:
         False where some rank's GPU has no room for it, and nothing was done.
@@ -44,9 +43,6 @@ def warm_up(task: Task, parallel: ParallelConfig) -> bool:
         return False
     small = SmallState.of(task.state)
     buffers = [(buffer, buffer.clone()) for chunk in task.chunks for buffer in chunk.module.buffers()]
-    views = [view.detach() for view in task.state.views()]
-    for dtype in {view.dtype for view in views}:
-        torch._foreach_zero_([view for view in views if view.dtype == dtype])
     with _one_layer(task):
         # As few as every stage of a pipeline needs for its work: the others would load nothing that is not there.
         metrics = task.train_on(min(parallel.pipeline_parallel, get_num_microbatches()))
@@ -87,13 +83,21 @@ def _has_room(task: Task, parallel: ParallelConfig) -> bool:
         return True
     free, total = torch.cuda.mem_get_info()
     own = torch.cuda.get_per_process_memory_fraction() * total - torch.cuda.memory_reserved()
-    lacks = torch.tensor(float(min(free, own) < ROOM * activations_nbytes(task, parallel)), device="cuda")
+    needed = ROOM * activations_nbytes(task, parallel) + update_nbytes(task)
+    lacks = torch.tensor(float(min(free, own) < needed), device="cuda")
     dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
     return not lacks.item()
 
 
+def update_nbytes(task: Task) -> int:
+    """What an update takes for itself: torch's Adam makes the roots of all second moments at once."""
+    return sum(shard.view.nbytes for shard in task.state.shards if shard.tensor.kind == "exp_avg_sq")
+
+
 def activations_nbytes(task: Task, parallel: ParallelConfig) -> int:
-    """At most so much a rank keeps between forward and backward, from above: without flash attention or recomputation.
+    """At most so much a rank of one layer a chunk keeps between forward and backward.
+
+    That is without flash attention or recomputation.
 
     After Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*.
     """
@@ -105,8 +109,6 @@ def activations_nbytes(task: Task, parallel: ParallelConfig) -> int:
         # A router of zeros sends every token of all expert-parallel ranks to the same few experts, maybe all here.
         expert = 4 * config.hidden_size + 6 * config.moe_ffn_hidden_size
         layer += parallel.expert_parallel * config.moe_router_topk * expert
-    stages = parallel.layers_of_virtual_stages(config.num_layers)
-    layers = max(sum(stages[stage :: parallel.pipeline_parallel]) for stage in range(parallel.pipeline_parallel))
     in_flight = parallel.pipeline_parallel  # micro-batches, on the first stage
     logits = 4 * config.padded_vocab_size(parallel.tensor_parallel) // parallel.tensor_parallel
-    return tokens * (in_flight * layers * layer * config.dtype.itemsize + logits * torch.float32.itemsize)
+    return tokens * (in_flight * len(task.chunks) * layer * config.dtype.itemsize + logits * torch.float32.itemsize)
