@@ -4,7 +4,7 @@ That is: connections of the process groups, handles and workspaces of the GPU li
 compiled at their first use, modules imported inside functions, the order of the samples and the pages that hold them.
 
 The running generation pays for it: while it trains, each kernel of another process on its GPU takes 0.15 to 0.2 ms from
-it, since the GPU changes between the two. So the step runs through one layer.
+it, since the GPU changes between the two. So the step runs through one layer, and updates few parameters.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from ray_etc.actors.small_state import SmallState, load_small_state
+from ray_etc.megatron import compat
 from ray_etc.megatron.task import Task
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -43,7 +44,7 @@ def warm_up(task: Task, parallel: ParallelConfig) -> bool:
         return False
     small = SmallState.of(task.state)
     buffers = [(buffer, buffer.clone()) for chunk in task.chunks for buffer in chunk.module.buffers()]
-    with _one_layer(task):
+    with _one_layer(task), _one_update(task):
         # As few as every stage of a pipeline needs for its work: the others would load nothing that is not there.
         metrics = task.train_on(min(parallel.pipeline_parallel, get_num_microbatches()))
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
@@ -77,21 +78,29 @@ def _one_layer(task: Task) -> Iterator[None]:
             block.layers = whole
 
 
+@contextmanager
+def _one_update(task: Task) -> Iterator[None]:
+    """Within, the optimizers know one parameter of each of their groups: the others would only take time and memory."""
+    groups = [group for leaf in compat.leaf_optimizers(task.optimizer) for group in leaf.optimizer.param_groups]
+    params = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = group["params"][:1]
+    try:
+        yield
+    finally:
+        for group, whole in zip(groups, params, strict=True):
+            group["params"] = whole
+
+
 def _has_room(task: Task, parallel: ParallelConfig) -> bool:
     """The same answer on every rank, since a step takes them all."""
     if not torch.cuda.is_available():
         return True
     free, total = torch.cuda.mem_get_info()
     own = torch.cuda.get_per_process_memory_fraction() * total - torch.cuda.memory_reserved()
-    needed = ROOM * activations_nbytes(task, parallel) + update_nbytes(task)
-    lacks = torch.tensor(float(min(free, own) < needed), device="cuda")
+    lacks = torch.tensor(float(min(free, own) < ROOM * activations_nbytes(task, parallel)), device="cuda")
     dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
     return not lacks.item()
-
-
-def update_nbytes(task: Task) -> int:
-    """What an update takes for itself: torch's Adam makes the roots of all second moments at once."""
-    return sum(shard.view.nbytes for shard in task.state.shards if shard.tensor.kind == "exp_avg_sq")
 
 
 def activations_nbytes(task: Task, parallel: ParallelConfig) -> int:
