@@ -17,6 +17,7 @@ import torch
 
 from ray_etc.actors.errors import TransportError, TransportTimeout
 from ray_etc.actors.transports.base import COLLECTIVE_TIMEOUT_S, Deadline, Rendezvous, Transport
+from ray_etc.planners.words import size
 
 POLL_S = 20e-6
 ASYNC_CHECK_S = 0.05
@@ -104,6 +105,9 @@ class NcclTransport(Transport):
                 self.abort()
                 reason = "NCCL hangs while it connects: replace this process"
                 raise TransportTimeout(self.group_name, self.rank, self.peers, deadline.spent_s(), reason) from None
+            except RuntimeError as error:
+                free, total = torch.cuda.mem_get_info(device)  # NCCL does not say when it is memory that ran out
+                raise RuntimeError(f"{error}; this GPU has {size(free)} of {size(total)} free") from error
         self._stream = torch.cuda.Stream(device)
         # NCCL connects a pair at its first message, and waits for the peer meanwhile: have that behind us.
         buffers = torch.zeros(2, self.world_size, 16, dtype=torch.uint8, device=f"cuda:{device}")

@@ -31,13 +31,13 @@ GPUS = min(2, torch.cuda.device_count())
 MODEL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 352, "sequence_length": 64, "bf16": True}
 LARGE = {"num_layers": 12, "hidden_size": 1536, "ffn_hidden_size": 4096, "num_attention_heads": 16, "vocab_size": 32768}
 """0.44 B parameters: 6.2 GB of state on a rank, 3.5 GB on each of two under ZeRO-1, 3.1 GB under TP2."""
-SLOT_NBYTES = (16 if GPUS == 2 else 18) * 2**30
+SLOT_NBYTES = (17 if GPUS == 2 else 20) * 2**30
 """Of it, training takes 10 GiB under ZeRO-1, gradients and the optimizer's scratch memory included, a second model 1
-GiB in either process, an empty process up to 3 GiB; of a shared GPU as much is set aside for the process that trains,
+GiB in either process, an empty process up to 4 GiB; of a shared GPU as much is set aside for the process that trains,
 which mostly takes 1 GiB."""
 FULL = 0.9
-"""Of a GPU of 141 GB training may take 0.957 (see `memory.training_nbytes`), 8 GB more: LARGE's own activations and the
-optimizer's scratch memory take 5. The other 6 GiB are for contexts and communicators, where the next generation begins
+"""Of a GPU of 141 GB training may take 0.95 (see `memory.training_nbytes`), 7 GB more: LARGE's own activations and the
+optimizer's scratch memory take 5. The other 7 GiB are for contexts and communicators, where the next generation begins
 also for those of the old one's process."""
 
 
