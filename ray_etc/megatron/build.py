@@ -30,7 +30,6 @@ from ray_etc.megatron.spec import local_block_spec
 from ray_etc.megatron.state import state
 from ray_etc.megatron.streams import seed_streams
 from ray_etc.megatron.task import Task
-from ray_etc.megatron.unset import values_unset, write_zeros
 from ray_etc.megatron.warm_up import warm_up
 from ray_etc.planners.parallel import ParallelConfig
 
@@ -51,8 +50,8 @@ def build(
 ) -> Task:
     """Build a GPT under `parallel`, ready to train. Every rank of torch.distributed's default group calls it.
 
-    In a generation that takes its state from another the weights are zero until then, and a step on those is trained
-    and undone where memory allows, so that the first one is as quick as any.
+    In a generation that takes its state from another the weights are left unset until then, and a step on zeros is
+    trained and undone where memory allows, so that the first one is as quick as any.
 
     Args:
         model: the shape of the model, as a GPTConfig or a mapping of its fields.
@@ -92,33 +91,26 @@ def build(
         batches.follow(loader.consumed_samples)
     seed_streams(seed, parallel_state.get_pipeline_model_parallel_rank())
     transformer = _transformer(config, parallel)
-    stages: list[int | None] = [None]
-    if mesh.virtual_stages(parallel) is not None:
-        stages = list(range(parallel.virtual_pipeline))
-    with values_unset(not is_first_generation()) as mark_unset:
-        chunks = []
-        for stage in stages:
-            gpt = _gpt(config, transformer, stage, parallel)
-            mark_unset(gpt.parameters())
-            chunks.append(_wrap(gpt, parallel, is_first=stage in (None, 0)))
-        megatron_optimizer = get_megatron_optimizer(
-            settings.to_megatron(config.dtype, distributed=parallel.distributed_optimizer), chunks
-        )
-        transformer.grad_scale_func = megatron_optimizer.scale_loss
-        transformer.finalize_model_grads_func = finalize_model_grads
-        scheduler = _scheduler(megatron_optimizer, settings)
-        train_state = state(
-            chunks,
-            megatron_optimizer,
-            scheduler=scheduler,
-            loader=loader,
-            vocab_size=config.vocab_size,
-            check_parallel=partial(check_parallel, config, batch),
-            seed=seed,
-            checkpoint=checkpoint,
-        )
-    if not is_first_generation():
-        write_zeros(chunks, megatron_optimizer)
+    chunks = [
+        _wrap(_gpt(config, transformer, stage, parallel), parallel, is_first=stage in (None, 0))
+        for stage in ([None] if mesh.virtual_stages(parallel) is None else range(parallel.virtual_pipeline))
+    ]
+    megatron_optimizer = get_megatron_optimizer(
+        settings.to_megatron(config.dtype, distributed=parallel.distributed_optimizer), chunks
+    )
+    transformer.grad_scale_func = megatron_optimizer.scale_loss
+    transformer.finalize_model_grads_func = finalize_model_grads
+    scheduler = _scheduler(megatron_optimizer, settings)
+    train_state = state(
+        chunks,
+        megatron_optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        vocab_size=config.vocab_size,
+        check_parallel=partial(check_parallel, config, batch),
+        seed=seed,
+        checkpoint=checkpoint,
+    )
     if checkpoint is not None and is_first_generation():
         batches.require_shared(parallel, loader.consumed_samples)
         _require_steps(scheduler, train_state.next_step)
