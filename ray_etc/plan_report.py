@@ -48,8 +48,9 @@ from ray_etc.planners.plan import MigrationPlan
 from ray_etc.planners.words import rows_of, size
 
 MIB, GIB = 2**20, 2**30
-HEADROOM_GIB = 3
-"""What a GPU must have free besides the state and the staging: CUDA contexts of two processes and communicators."""
+HEADROOM_GIB = 6
+"""What a GPU must have free besides the state and the staging, for what two processes have there (contexts, libraries,
+communicators); see `memory.SHADOW_NBYTES`."""
 
 IDLE_NODES = 8
 """Nodes that are named one by one in words."""

@@ -103,7 +103,7 @@ def test_dp4_to_dp6_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         "placement         proven optimal",
         "busiest node in   node",
         f"rank i on slot i  would move {size(facts['nbytes_moved_if_rank_i_took_slot_i'])}",
-        "fits              safe, with the old state whole until the commit: 139 GiB a GPU, 3 of them for contexts",
+        "fits              safe, with the old state whole until the commit: 139 GiB a GPU, 6 of them for contexts",
         f"a rank's view     at most {size(facts['largest_view_nbytes'])} of the plan",
     ):
         assert part in text
@@ -199,7 +199,7 @@ def test_speeds_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_which_mode_fits(mode: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     memory = facts_of(GROW, capsys)["memory"]
     nbytes = {"safe": memory["nbytes_safe"], "tight": memory["nbytes_tight"], None: memory["nbytes_tight"] - 1}[mode]
-    options = replace(GROW, gpu_gib=3 + nbytes / 2**30)
+    options = replace(GROW, gpu_gib=6 + nbytes / 2**30)
     assert facts_of(options, capsys)["memory"]["mode"] == mode
     assert f"fits              {mode or 'neither mode'}" in words_of(options, capsys)
 
@@ -241,7 +241,7 @@ def test_nothing_to_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ({"model": "llama4"}, "model 'llama4' is not known; use one of gpt3-1.3b"),
         ({"model": "none.yaml"}, "--model none.yaml: No such file or directory"),
         ({"staging_mib": 0}, "--staging-mib 0 must be at least 1"),
-        ({"gpu_gib": 2.0}, "--gpu-gib 2 must be above 3, which contexts take"),
+        ({"gpu_gib": 5.0}, "--gpu-gib 5 must be above 6, which contexts take"),
         ({"deadline_s": 0.0}, "--deadline-s 0 must be above 0 seconds"),
         ({"deadline_s": float("nan")}, "--deadline-s nan must be above 0 seconds"),
         ({"choose_nodes": True}, "--choose-nodes: of 16 nodes 24 stay, none leaves; leave it out"),
