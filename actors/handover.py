@@ -146,16 +146,20 @@ class Handover:
         """
         if self._headroom is None:
             return None
-        allocations = {s.slot_id: each.allocations for s, each in zip(self._new.slots, self._new.entered, strict=True)}
-        choice = self._headroom.choose(plan, allocations)
+        entered = {slot.slot_id: each for slot, each in zip(self._new.slots, self._new.entered, strict=True)}
+        choice = self._headroom.choose(
+            plan,
+            {slot_id: each.allocations for slot_id, each in entered.items()},
+            {slot_id: each.room for slot_id, each in entered.items() if each.room is not None},
+        )
         was_expected_tight, self._record.memory_mode = self._record.memory_mode == "tight", choice.mode
         self._record.nbytes_peak_predicted, self._releases_early = choice.nbytes_peak, choice.releases_early
         if choice.phased is not None:
             self._record.nbytes_wire, self._record.nbytes_local = choice.phased.nbytes_wire, choice.phased.nbytes_local
         if choice.phased is not None and not was_expected_tight:
             raise HoldsMore(
-                "the new ranks hold more than was expected, too much beside the whole old state; phase by phase a slot "
-                f"holds {size(choice.nbytes_peak)} at most"
+                "the new ranks hold more than was expected, or leave less room, too little for the whole old state; "
+                f"phase by phase a slot holds {size(choice.nbytes_peak)} at most"
             )
         if choice.phased is None and was_expected_tight:
             filled = self._wait([r.fill.remote() for r in self._new.ranks], self._timeout_s, "memory for the state")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_etc.actors.generation import Generation, TrainJob, Wait
-from ray_etc.actors.memory import SHADOW_NBYTES
+from ray_etc.actors.memory import COMMUNICATOR_NBYTES, SHADOW_NBYTES
 from ray_etc.actors.messages import Usage
 from ray_etc.actors.record import ResizeRecord
 from ray_etc.actors.slots import Slot
@@ -98,15 +98,20 @@ class Headroom:
     def is_limited(self) -> bool:
         return self._limit_nbytes is not None or any(each.total is not None for each in self._usages.values())
 
-    def choose(self, plan: MigrationPlan, new: Mapping[int, Allocations]) -> Choice:
+    def choose(
+        self, plan: MigrationPlan, new: Mapping[int, Allocations], room: Mapping[int, int] | None = None
+    ) -> Choice:
         """The memory mode for a plan whose new ranks have allocations `new`, by slot.
+
+        `room` is what those that are there already have for their state: `Entered.room`, by slot. Until then it is
+        guessed how much their processes take besides.
 
         Raises:
             DoesNotFit: in neither mode.
         """
         memory = memory_of(plan)
         old = {slot.slot_id: each.allocations for slot, each in zip(self._old.slots, self._old.entered, strict=True)}
-        free, reserved, kept, beside, scratch = self._free(plan, memory.after)
+        free, reserved, kept, beside, scratch = self._free(plan, memory.after, room or {})
         safe_peak = self._held(plan, old, new) + kept + beside + scratch
         if not self.is_limited:
             return Choice(None, False, int(safe_peak.max(initial=0)))
@@ -131,7 +136,7 @@ class Headroom:
             held[rank] += self._usages[slot_id].scratch if slot_id in self._usages else 0
         return held
 
-    def _free(self, plan: MigrationPlan, after: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _free(self, plan: MigrationPlan, after: np.ndarray, room: Mapping[int, int]) -> tuple[np.ndarray, ...]:
         """Of each rank of the plan, in bytes: what is free for the state of a new process while the old one trains;
         what torch has there for the old one; what of that it keeps to its end; what the new one will keep besides its
         state; what it needs for scratch memory."""
@@ -144,8 +149,10 @@ class Headroom:
             if usage.total is None or usage.free is None:
                 free[rank] = (self._limit_nbytes or 0) - usage.reserved
             else:
-                limit = min(usage.total, self._limit_nbytes or usage.total)
-                free[rank] = usage.free - (usage.total - limit) - beside[rank] - (SHADOW_NBYTES if after[rank] else 0)
+                beyond_limit = usage.total - min(usage.total, self._limit_nbytes or usage.total)
+                free[rank] = usage.free - beyond_limit - beside[rank] - (SHADOW_NBYTES if after[rank] else 0)
+                seen = room.get(slot_id, usage.total) - beyond_limit - COMMUNICATOR_NBYTES
+                free[rank] = min(free[rank], seen)
         weights = plan.source.nbytes_by_kind().get("param")
         scratch_of = [(u.scratch, weights[plan.slots.index(s)]) for s, u in self._usages.items() if weights is not None]
         per_byte = max((held / max(int(of), 1) for held, of in scratch_of), default=0.0)

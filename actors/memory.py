@@ -16,6 +16,8 @@ from ray_etc.planners.memory import STAGING_BUFFERS, STAGING_NBYTES
 SHADOW_NBYTES = 4 * 2**30
 """What a second process takes of a GPU besides its state and staging: a context, communicators, libraries. On an H200
 one rank took 2.4 GiB before it connected for the handover, and training meanwhile 0.2 more than when it was asked."""
+COMMUNICATOR_NBYTES = 2**30
+"""What of that the communicator of a handover takes at most, after all the rest."""
 MOST_OF_SLOT = 8
 """Training leaves at most one in so many bytes of its slot free, however small the GPU."""
 
@@ -107,6 +109,17 @@ class StateMemory:
         free, total = part_of_gpu(*torch.cuda.mem_get_info(self.device), reserved, share)
         kept = max(0, (nbytes_between_steps or 0) - self.nbytes_held - self.nbytes_scratch)
         return Usage(total, free, reserved, self.nbytes_scratch, kept)
+
+    def room(self, share: float) -> int | None:
+        """Bytes that the GPU has for state, scratch memory and staging of this process, with what it has of them now.
+
+        None where nobody can tell: on CPUs, and of a GPU of which the slot has only a `share`.
+        """
+        if self.device.type != "cuda" or share < 1.0:
+            return None
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        scratch = sum(storage.nbytes() for storage, _ in self._scratch)
+        return torch.cuda.mem_get_info(self.device)[0] + unused + self.nbytes_held + scratch
 
     def share(self) -> sharing.SharedMemory:
         """What another process on this machine needs to map the views; see `sharing.share`."""

@@ -16,7 +16,7 @@ class Entered:
     """A rank that has built its model: what it holds, and how another process in its slot can map it.
 
     `shared` is None while its memory is emptied for a tight handover. `derived` is that of its `TrainState`, `stages`
-    of its `Session`.
+    of its `Session`, `room` as of `StateMemory.room`.
     """
 
     layout: RankLayout
@@ -24,6 +24,7 @@ class Entered:
     allocations: Allocations
     derived: dict[Key, Key] = field(default_factory=dict)
     stages: dict[str, float] = field(default_factory=dict)
+    room: int | None = None
 
 
 @dataclass(frozen=True)

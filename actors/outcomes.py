@@ -49,9 +49,14 @@ Outcome = Finished | Failed | Replaced
 def not_built(rank: int, parallel: ParallelConfig, outcome: Outcome) -> ResizeFailed:
     """That a train loop ended before its first step, with the user's own traceback where it raised."""
     why = outcome.traceback.strip() if isinstance(outcome, Failed) else "its train loop returned at once"
-    has_no_memory = isinstance(outcome, Failed) and isinstance(outcome.error, torch.OutOfMemoryError)
-    kind = HoldsMore if has_no_memory else ResizeFailed
+    kind = HoldsMore if isinstance(outcome, Failed) and _is_out_of_memory(outcome.error) else ResizeFailed
     return kind(f"rank {rank} under {parallel} could not be built: {why}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a GPU had too little, also for a communicator or a context, which torch has no error of its own for."""
+    signs = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
 def _picklable(error: Exception) -> Exception:

@@ -159,7 +159,8 @@ class Rank:
                 self._on_host.settle()
                 limit_training(*self._limit)  # not before, since torch counts memory of the host, too
         shared = None if is_emptied else self._memory.share()
-        return Entered(state.layout(), shared, self._memory.allocations, state.derived, self._session.stages)
+        room = self._memory.room(self._limit[0] or 1.0)
+        return Entered(state.layout(), shared, self._memory.allocations, state.derived, self._session.stages, room)
 
     @ray.method(concurrency_group="control")
     def begin(self, first_step: int) -> None:

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from ray_etc.actors.errors import HoldsMore
 from ray_etc.actors.generation import Generation
 from ray_etc.actors.headroom import Choice, Headroom
 from ray_etc.actors.memory import SHADOW_NBYTES, part_of_gpu, training_nbytes
 from ray_etc.actors.messages import Entered, Usage
+from ray_etc.actors.outcomes import Failed, not_built
 from ray_etc.actors.slots import Slot
 from ray_etc.actors.tight import peak_of_slots
 from ray_etc.planners.errors import DoesNotFit
@@ -29,8 +32,9 @@ MODEL = [
 TP2, PP2 = ParallelConfig(tensor_parallel=2), ParallelConfig(pipeline_parallel=2)
 
 
-def choose(limit_nbytes: int | None = None, **usage: Any) -> Choice:
-    """From TP2 to PP2: each rank holds 30 GiB before and after; `usage` is that of both old ranks."""
+def choose(limit_nbytes: int | None = None, room: dict[int, int] | None = None, **usage: Any) -> Choice:
+    """From TP2 to PP2: each rank holds 30 GiB before and after; `usage` is that of both old ranks, `room` of the new
+    ones, in GiB by slot."""
     source, target = (dict(enumerate(expected_layouts(MODEL, side))) for side in (TP2, PP2))
     allocations = {
         slot: Allocations.expected(layout, together=()) for side in (source, target) for slot, layout in side.items()
@@ -43,7 +47,8 @@ def choose(limit_nbytes: int | None = None, **usage: Any) -> Choice:
     )
     plan = make_plan(source, target, {0: "a", 1: "a"}, staging_nbytes=GIB // 2)
     reported = {slot: Usage(**usage) for slot in source}
-    return Headroom(old, limit_nbytes, reported).choose(plan, allocations)
+    seen = {slot: gib * GIB for slot, gib in (room or {}).items()}
+    return Headroom(old, limit_nbytes, reported).choose(plan, allocations, seen)
 
 
 def gpu(total: int, reserved: int, scratch: int = 0, kept: int = 0) -> dict[str, Any]:
@@ -67,6 +72,38 @@ def test_safe_while_the_new_state_fits_beside_a_training_step() -> None:
     assert 62 * GIB < roomy.nbytes_peak <= 63 * GIB
     assert (close.mode, close.releases_early) == ("safe", True)  # no room for a step before the old state is gone
     assert choose(**gpu(69, 33)).mode == "tight"
+
+
+def test_what_new_processes_leave_counts_where_it_is_less_than_was_guessed() -> None:
+    """30 GiB of new state, almost 3 of staging, 1 for the communicator: 34. The guess leaves 36, or more."""
+    at = gpu(73, 33)
+    guessed, seen = choose(**at), choose(room={0: 34, 1: 34}, **at)
+    assert (guessed.mode, seen.mode) == ("safe", "safe")
+    assert (guessed.releases_early, seen.releases_early) == (False, True)
+    assert guessed.nbytes_peak == seen.nbytes_peak
+    assert choose(room={1: 33}, **at).mode == "tight"
+    assert choose(room={0: 99, 1: 99}, **gpu(69, 33)).mode == "tight"  # others may have taken that meanwhile
+    assert choose(79 * GIB, room={0: 40, 1: 40}, **gpu(85, 33)).mode == "safe"
+    assert choose(79 * GIB, room={0: 39, 1: 39}, **gpu(85, 33)).mode == "tight"  # of which 6 are not the slot's
+    with pytest.raises(DoesNotFit, match=r"slot 1 on a has no room .* releasing it phase by phase"):
+        choose(room={1: 0}, **at)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.distributed.DistBackendError("NCCL error: Call to CUDA function failed: Cuda failure 2 'out of memory'"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        ValueError("hidden_size must be divisible by num_attention_heads"),
+    ],
+    ids=["tensor", "communicator", "context", "handle", "no lack of memory"],
+)
+def test_only_a_build_that_lacks_memory_begins_again_in_another_mode(error: Exception) -> None:
+    raised = not_built(1, TP2, Failed.of(error, None, __file__))
+    assert isinstance(raised, HoldsMore) == (not isinstance(error, ValueError))
+    assert str(error) in str(raised)
 
 
 def test_gradients_count_twice() -> None:
@@ -96,7 +133,7 @@ def test_what_a_process_keeps_besides_its_state_stays_to_its_end_and_comes_anew_
 
 
 def test_limit_of_a_slot() -> None:
-    cpu = {"total": None, "free": None, "reserved": 30 * GIB, "scratch": 0}
+    cpu: dict[str, Any] = {"total": None, "free": None, "reserved": 30 * GIB, "scratch": 0}
     assert choose(63 * GIB, **cpu).mode == "safe"
     assert choose(62 * GIB, **cpu).mode == "tight"
     with pytest.raises(DoesNotFit, match=r"needs 62\.\d GiB of 32\.0 GiB there are"):
@@ -116,8 +153,8 @@ def test_slots_that_share_a_gpu_do_not_count_its_free_memory_twice() -> None:
     """Half of 140 GiB each: 33 reserved by one training, 30 by the other, 4 for each process."""
     free, total = part_of_gpu(71 * GIB, 140 * GIB, 33 * GIB, 0.5)
     assert (free, total) == (33 * GIB, 70 * GIB)
-    of_half = {"total": total, "free": free, "reserved": 33 * GIB, "scratch": 0}
-    of_all = {"total": 140 * GIB, "free": 71 * GIB, "reserved": 33 * GIB, "scratch": 0}
+    of_half: dict[str, Any] = {"total": total, "free": free, "reserved": 33 * GIB, "scratch": 0}
+    of_all: dict[str, Any] = {"total": 140 * GIB, "free": 71 * GIB, "reserved": 33 * GIB, "scratch": 0}
     assert (choose(**of_half).mode, choose(**of_all).mode) == ("tight", "safe")
     assert part_of_gpu(71 * GIB, 140 * GIB, 33 * GIB, 1.0) == (71 * GIB, 140 * GIB)
     assert part_of_gpu(2 * GIB, 140 * GIB, 33 * GIB, 0.5)[0] == 2 * GIB  # the other slot's has grown past its part
