@@ -17,7 +17,7 @@ SHADOW_NBYTES = 4 * 2**30
 """What a second process takes of a GPU besides its state and staging: a context, communicators, libraries. On an H200
 one rank took 2.4 GiB before it connected for the handover, and training meanwhile 0.2 more than when it was asked."""
 COMMUNICATOR_NBYTES = 2**30
-"""What of that the communicator of a handover takes at most, after all the rest."""
+"""Of that, set aside for the communicator of a handover, which comes after all the rest: assumed, not measured."""
 MOST_OF_SLOT = 8
 """Training leaves at most one in so many bytes of its slot free, however small the GPU."""
 
